@@ -1,0 +1,126 @@
+"""What a dynamics Φ is, and the few operations that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+
+Loss: TypeAlias = Callable[[Tree], Tensor]
+# A number, a tensor, a tree like w, or a function of t that returns one of them.
+Setting: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class Dynamics(ABC):
+    """One optimisation algorithm: w_t = Φ_t(w_{t−1}, λ), t = 1…T (Section 2.3).
+
+    A dynamics holds settings only. Every setting may be a number, a tensor, a tree like w (a value per parameter) or a
+    function of t that returns one of these (a schedule). To learn a setting, pass a function of λ where a dynamics is
+    asked for: `dynamics=lambda lam: GradientDescent(lr=lam["lr"].exp())`.
+    """
+
+    def init(self, w: Tree) -> Tree:
+        """The auxiliary variables (velocities, moments) before the first step; they are differentiated like w."""
+        return ()
+
+    @abstractmethod
+    def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
+        """Step t: the next w and the next auxiliary variables.
+
+        It must be a pure function of its arguments, built of differentiable operations; `gradient(loss, w)` gives ∇L.
+        """
+
+    def heavy_ball_form(self, t: int) -> tuple[Any, Any] | None:
+        """`(lr, momentum)` where step t is v ← momentum·v − lr·∇L(w), w ← w + v, v_0 = 0; None where it is not.
+
+        `Spectral`, `Reversible` and the certificates ask for it.
+        """
+        return None
+
+    def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree | None:
+        """A step without auxiliary variables whose fixed points are this dynamics' limits.
+
+        None, the default, says that the limits are the points with ∇L = 0.
+        """
+        return None
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        """Instances for the conformance battery of `bilevel.testing`, fit for a loss with curvature in [0.5, 4]."""
+        try:
+            return [cls()]
+        except TypeError:
+            raise BilevelError(
+                f"{cls.__name__} has settings without defaults, so the battery cannot build one. "
+                f"Give it a classmethod `examples` that returns a few instances."
+            ) from None
+
+
+def gradient(loss: Loss, w: Tree) -> Tree:
+    """∇L(w) as a tree like w; differentiable itself exactly when gradients are enabled around the call."""
+    differentiable = torch.is_grad_enabled()
+    points, spec = trees.flatten(w)
+    with torch.enable_grad():
+        points = [point if point.requires_grad else point.detach().requires_grad_() for point in points]
+        value = loss(spec.unflatten(points))
+        parts = torch.autograd.grad(value, points, create_graph=differentiable, allow_unused=True)
+    return spec.unflatten(torch.zeros_like(p) if g is None else g for p, g in zip(points, parts, strict=True))
+
+
+def at(setting: Setting, t: int) -> Any:
+    """The value of a setting at step t: schedules are called, everything else is itself."""
+    return setting(t) if callable(setting) and not isinstance(setting, Tensor) else setting
+
+
+def per_leaf(setting: Any, w: Tree) -> list[Any]:
+    """A setting's value for every leaf of w: one value for all, or a tree like w.
+
+    >>> per_leaf(0.1, {"a": torch.zeros(2), "b": torch.zeros(3)})
+    [0.1, 0.1]
+    """
+    count = len(trees.leaves(w))
+    if isinstance(setting, (Tensor, float, int)):
+        return [setting] * count
+    values, spec = trees.flatten(setting)
+    if spec != trees.flatten(w)[1]:
+        raise BilevelError(
+            f"A setting of the dynamics is a tree of {trees.describe(setting)}, but w is a tree of {trees.describe(w)}. "
+            "Pass one number, one tensor that broadcasts, or a tree with exactly w's structure."
+        )
+    return values
+
+
+def update(function: Callable[..., Tensor], w: Tree, *others: Tree, settings: tuple[Any, ...] = ()) -> Tree:
+    """Apply `function(w_leaf, *other_leaves, *setting_values)` to every leaf of w."""
+    points, spec = trees.flatten(w)
+    columns = [points, *(trees.leaves(other) for other in others), *(per_leaf(setting, w) for setting in settings)]
+    return spec.unflatten(function(*row) for row in zip(*columns, strict=True))
+
+
+def descend(w: Tensor, g: Tensor, lr: Any) -> Tensor:
+    """w − lr·g, as one operation where lr is a plain number."""
+    return torch.sub(w, g, alpha=lr) if isinstance(lr, (int, float)) else w - lr * g
+
+
+def zeros_like(w: Tree) -> Tree:
+    return trees.map(torch.zeros_like, w)
+
+
+def root(x: Tensor) -> Tensor:
+    """√x with derivative 0 at x = 0, where the plain root's is infinite.
+
+    A weight whose gradient was zero at every step so far has second moment 0. The step g/(√v + ε) has derivative 1/ε there,
+    and it is the numerator that carries it; the root's own infinite slope would turn that into NaN.
+    """
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, torch.ones_like(x)).sqrt(), torch.zeros_like(x))

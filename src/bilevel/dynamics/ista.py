@@ -1,0 +1,35 @@
+"""Proximal gradient descent (ISTA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from bilevel.dynamics.base import Dynamics, Loss, Setting, at, descend, gradient, update
+from bilevel.dynamics.penalties import L1, Penalty
+from bilevel.trees import Tree
+
+
+@dataclass(frozen=True)
+class ISTA(Dynamics):
+    """w_t = prox_{lr·Ω}(w_{t−1} − lr·∇L(w_{t−1})): minimises L + Ω with a non-smooth Ω.
+
+    The problem's `inner` is the smooth part L; Ω is the dynamics' own `penalty`. To learn its strength write
+    `dynamics=lambda lam: ISTA(0.1, L1(lam.exp()))`.
+    """
+
+    lr: Setting
+    penalty: Penalty
+
+    def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
+        lr = at(self.lr, t)
+        forward = update(descend, w, gradient(loss, w), settings=(lr,))
+        return self.penalty.prox(forward, lr), state
+
+    def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
+        return ISTA.step(self, loss, w, (), t)[0]
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(0.3, L1(0.05))]

@@ -1,0 +1,88 @@
+"""Any `torch.optim` class with a `differentiable` switch, as a dynamics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.dynamics.base import Dynamics, Loss, at, gradient, root
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+
+
+@dataclass(frozen=True, init=False)
+class TorchOptim(Dynamics):
+    """One step of a `torch.optim` optimiser: `TorchOptim(torch.optim.Adagrad, lr=0.1)`.
+
+    Settings are the optimiser's own; each may be a function of t. A learned step size (a tensor as `lr`) works with SGD, Adam, AdamW,
+    NAdam and RAdam; the other classes of torch 2.13 refuse it or lose its gradient, and both are reported as errors.
+
+    What the optimiser keeps per parameter is the auxiliary state, and is differentiated.
+    """
+
+    optimizer: type[torch.optim.Optimizer]
+    settings: Mapping[str, Any]
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer], **settings: Any) -> None:
+        object.__setattr__(self, "optimizer", optimizer)
+        object.__setattr__(self, "settings", settings)
+        if "differentiable" not in inspect.signature(optimizer).parameters:
+            raise BilevelError(
+                f"torch.optim.{optimizer.__name__} has no `differentiable` switch, so one cannot differentiate through its step. "
+                "Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
+            )
+
+    def init(self, w: Tree) -> Tree:
+        # The classes create their state lazily, at the first step.
+        return [{} for _ in trees.leaves(w)]
+
+    def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
+        points, spec = trees.flatten(w)
+        grads = trees.leaves(gradient(loss, w))
+        # The optimiser writes into its parameters and its state: give it copies that remember where they came from.
+        parameters = [point.clone() for point in points]
+        try:
+            optimizer = self.optimizer(parameters, differentiable=True, **{k: at(v, t) for k, v in self.settings.items()})
+            for parameter, grad, old in zip(parameters, grads, state, strict=True):
+                # Some classes rescale the gradient they are given in place.
+                parameter.grad = grad.clone()
+                if old:
+                    optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in old.items()}
+            with _SmoothRoot():
+                optimizer.step()
+        except (TypeError, ValueError) as error:
+            raise BilevelError(
+                f"torch.optim.{self.optimizer.__name__} refused the settings {dict(self.settings)}: {error}. "
+                "If a setting is learned, use SGD, Adam, AdamW, NAdam or RAdam, or one of bilevel's own dynamics."
+            ) from error
+        tensors = _detached_unless_recording
+        new_state = [{k: tensors(v) for k, v in optimizer.state[parameter].items()} for parameter in parameters]
+        return spec.unflatten(tensors(parameter) for parameter in parameters), new_state
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(torch.optim.SGD, lr=0.2, momentum=0.9), cls(torch.optim.Adam, lr=0.1), cls(torch.optim.Adagrad, lr=0.3)]
+
+
+def _detached_unless_recording(value: Any) -> Any:
+    # `Optimizer.step` records by itself, also where gradients are switched off around it.
+    return value.detach() if isinstance(value, Tensor) and not torch.is_grad_enabled() else value
+
+
+class _SmoothRoot(TorchFunctionMode):
+    """Inside it, the adaptive optimisers' square roots are differentiable at 0, as those of our own dynamics are."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.sqrt, Tensor.sqrt, Tensor.sqrt_) and trees.is_variable(args[0]):
+            if func is Tensor.sqrt_:
+                return args[0].copy_(root(args[0].clone()))
+            return root(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,52 @@
+"""One family of exceptions, and outcomes that are sentences."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Kind = Literal["finished", "converged", "stopped early", "interrupted", "diverged", "failed"]
+
+
+class BilevelError(ValueError):
+    """What was asked cannot work. The message says what was passed, why it fails and what to write instead."""
+
+
+class DivergenceError(BilevelError):
+    """A number stopped being finite. Nothing of the user's was changed.
+
+    Attributes:
+        step: the inner step t at which it happened, or None when it happened outside the inner loop.
+        loss: the inner loss at the last finite iterate, or None.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, loss: float | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.loss = loss
+
+
+class BilevelWarning(UserWarning):
+    """The numbers are right for what was asked, but probably not what was wanted."""
+
+
+class Outcome(str):
+    """How a run ended: a sentence to read, and its `kind` for programs.
+
+    >>> outcome = Outcome("finished", "Ran all 10 hyperiterations.")
+    >>> print(outcome, outcome.kind, outcome.ok)
+    Ran all 10 hyperiterations. finished True
+    """
+
+    kind: Kind
+
+    def __new__(cls, kind: Kind, sentence: str) -> Outcome:
+        outcome = super().__new__(cls, sentence)
+        outcome.kind = kind
+        return outcome
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Outcome, (self.kind, str(self)))
+
+    @property
+    def ok(self) -> bool:
+        return self.kind not in ("diverged", "failed")

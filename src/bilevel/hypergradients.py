@@ -1,0 +1,204 @@
+"""The two ways to ask for a gradient: `hypergradient` returns it, `objective` hides it behind `.backward()`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import DynamicsLike
+from bilevel.errors import BilevelError
+from bilevel.methods.auto import choose
+from bilevel.methods.base import Hypergradient, Method
+from bilevel.methods.checks import check_arguments, check_lam, check_process
+from bilevel.methods.diagnosis import explain_divergence
+from bilevel.methods.process import Process
+from bilevel.methods.reverse import Reverse
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+Start = Tree | Hypergradient | None
+
+
+def hypergradient(
+    problem: Problem,
+    lam: Tree,
+    task: Task | Sequence[Task],
+    *,
+    dynamics: DynamicsLike,
+    steps: int,
+    method: Method | str | None = None,
+    start: Start = None,
+    adjoint: Tensor | list[Tensor | None] | None = None,
+    allow_unused: bool = False,
+) -> Hypergradient:
+    """f_T(λ) = E(w_T, λ) and ∇f_T(λ), with w_T from T steps of the dynamics (Eqs. 5 and 6).
+
+    Args:
+        problem: the inner and outer objectives and the start.
+        lam: λ, a tree of floating-point tensors; it is not changed and need not require grad.
+        task: the data, or a list of tasks (a meta-batch, folds): value and gradient are then means over it.
+        dynamics: Φ; an instance, a function of λ that returns one, or a function `step(loss, w, state, t)`.
+        steps: T.
+        method: how to differentiate; `Reverse()` by default. `"auto"` picks from the sizes and prints why.
+        start: begin at this w instead of init(λ), or continue an earlier `Hypergradient` (velocities and step number included); with a list of
+            tasks, a list of these.
+        adjoint: where an implicit method's solver begins, an earlier result's `.adjoint`.
+        allow_unused: give a leaf of λ that reaches neither objective the gradient 0 instead of raising.
+
+    Raises:
+        BilevelError: what was passed cannot work; nothing was computed and nothing changed.
+        DivergenceError: a number stopped being finite; it names the step, the loss and the likely cause.
+
+    >>> import bilevel as bl
+    >>> problem = bl.Problem(
+    ...     inner=lambda w, lam, x: (w - x) ** 2 + lam.exp() * w**2,
+    ...     outer=lambda w, lam, x: (w - x) ** 2,
+    ...     init=lambda lam: torch.zeros_like(lam),
+    ... )
+    >>> lam = torch.zeros((), dtype=torch.float64)
+    >>> task = bl.Task(train=torch.tensor(2.0).double(), val=torch.tensor(1.5).double())
+    >>> hg = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.2), steps=100)
+    >>> round(float(hg.value), 6), round(float(hg.grad), 6)
+    (0.25, 0.5)
+    """
+    tasks = check_arguments(problem, lam, task, steps)
+    chosen = _as_method(method)
+    starts = _one_each(start, tasks, task, "start")
+    adjoints = _one_each(adjoint, tasks, task, "adjoint")
+    results = [
+        _of_one_task(Process(problem, lam, one, dynamics, steps, *_split(begin), adjoint=warm, allow_unused=allow_unused), chosen)
+        for one, begin, warm in zip(tasks, starts, adjoints, strict=True)
+    ]
+    return results[0] if not isinstance(task, (list, tuple)) else _mean(results)
+
+
+def objective(
+    problem: Problem,
+    lam: Tree,
+    task: Task | Sequence[Task],
+    *,
+    dynamics: DynamicsLike,
+    steps: int,
+    method: Method | str | None = None,
+    allow_unused: bool = False,
+) -> Tensor:
+    """f_T(λ) as a scalar tensor: `.backward()` adds ∇f_T(λ) to the `.grad` of every leaf of λ that requires grad.
+
+    Any torch optimiser, gradient clipping, learning-rate scheduler or DDP hook then works as with any other loss, and λ may itself be the output of a
+    network. The arguments are those of `hypergradient`. Under `torch.no_grad()` only the value is computed.
+
+    >>> import bilevel as bl
+    >>> problem = bl.Problem(
+    ...     inner=lambda w, lam, x: (w - lam) ** 2, outer=lambda w, lam, x: w**2, init=lambda lam: torch.zeros_like(lam)
+    ... )
+    >>> lam = torch.tensor(3.0, requires_grad=True)
+    >>> f = bl.objective(problem, lam, bl.Task(None, None), dynamics=bl.GradientDescent(0.5), steps=1)
+    >>> f.backward()
+    >>> f.item(), lam.grad.item()
+    (9.0, 6.0)
+    """
+    arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
+    if not torch.is_grad_enabled():
+        return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
+    check_lam(lam)
+    leaves, spec = trees.flatten(lam)
+    if not any(leaf.requires_grad for leaf in leaves):
+        raise BilevelError(
+            "No leaf of λ requires grad, so objective(...).backward() would have nowhere to go. Call lam.requires_grad_(), or use hypergradient(...)."
+        )
+    result = hypergradient(problem, lam, task, method=method, **arguments)
+    return _Known.apply(result.value, trees.leaves(result.grad), *leaves)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def value_of(
+    problem: Problem, lam: Tree, task: Task | Sequence[Task], *, dynamics: DynamicsLike, steps: int, start: Start = None
+) -> Tensor:
+    """f_T(λ) alone: the forward run without anything kept."""
+    tasks = check_arguments(problem, lam, task, steps)
+    starts = _one_each(start, tasks, task, "start")
+    values = []
+    for one, begin in zip(tasks, starts, strict=True):
+        process = Process(problem, lam, one, dynamics, steps, *_split(begin))
+        with torch.no_grad():
+            values.append(process.bound.outer(process.run()).detach())
+    return torch.stack(values).mean()
+
+
+class _Known(torch.autograd.Function):
+    """A value whose gradient has been computed already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, grads: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*grads)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *(cotangent * grad for grad in ctx.saved_tensors)
+
+
+def _of_one_task(process: Process, method: Method | None) -> Hypergradient:
+    began = time.perf_counter()
+    reason = None
+    if method is None:
+        method, reason = choose(process)
+        if process.problem.checked.get("auto", {}).get("reason") != reason:
+            process.problem.checked["auto"] = {"reason": reason}
+            print(reason)
+    else:
+        check_process(process, method)
+    result = method(process)
+    if not (bool(torch.isfinite(result.value)) and trees.all_finite(result.grad)):
+        explain_divergence(process)
+    return replace(result, stats=replace(result.stats, seconds=time.perf_counter() - began, reason=reason))
+
+
+def _as_method(method: Any) -> Method | None:
+    """The method, or None for "auto"."""
+    if method is None:
+        return Reverse()
+    if isinstance(method, Method):
+        return method
+    if method == "auto":
+        return None
+    raise BilevelError(f"method={method!r} is not a method. Pass an instance such as Reverse(), Forward() or Implicit(CG()), or the word 'auto'.")
+
+
+def _split(start: Start) -> tuple[Tree | None, Hypergradient | None]:
+    return (None, start) if isinstance(start, Hypergradient) else (start, None)
+
+
+def _one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]:
+    if not isinstance(given, (list, tuple)):
+        return [value]
+    if value is None:
+        return [None] * len(tasks)
+    if isinstance(value, Hypergradient):
+        return value.tasks
+    if not isinstance(value, (list, tuple)) or len(value) != len(tasks):
+        raise BilevelError(f"{name} must be a list with one entry for each of the {len(tasks)} tasks.")
+    return list(value)
+
+
+def _mean(results: list[Hypergradient]) -> Hypergradient:
+    """Mean value and gradient over tasks (Eqs. 3 and 4 with 1/N); costs add up, memory does not."""
+    grad = trees.map(lambda *parts: torch.stack(parts).mean(0), *(result.grad for result in results))
+    stats = [result.stats for result in results]
+    residuals = [s.residual for s in stats if s.residual is not None]
+    total = replace(
+        stats[0],
+        steps=sum(s.steps for s in stats),
+        replayed=sum(s.replayed for s in stats),
+        products=sum(s.products for s in stats),
+        seconds=sum(s.seconds for s in stats),
+        peak_memory=max(s.peak_memory for s in stats),
+        residual=max(residuals) if residuals else None,
+    )
+    value = torch.stack([result.value for result in results]).mean()
+    return Hypergradient(value, grad, [result.inner for result in results], total, tasks=results)

@@ -1,0 +1,90 @@
+"""Conjugate gradients (Hestenes and Stiefel, 1952)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from bilevel.errors import BilevelError
+from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, random_directions, relative
+
+if TYPE_CHECKING:
+    from bilevel.linear_solvers.nystrom import Nystrom
+
+
+@dataclass(frozen=True)
+class CG(LinearSolver):
+    """Conjugate gradients for a symmetric positive definite A, preconditioned by `Nystrom` if given.
+
+    A map that is not symmetric is refused, and so is one with negative curvature: at such a point the inner problem has no
+    minimiser for an implicit gradient to refer to.
+
+    Args:
+        tol: stop at ‖b − A x‖ ≤ tol·‖b‖.
+        max_iter: the most products with A; None allows twice the size of x.
+        preconditioner: a `Nystrom` whose low-rank inverse is used as preconditioner.
+    """
+
+    tol: float = 1e-10
+    max_iter: int | None = None
+    preconditioner: Nystrom | None = None
+
+    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+        operator = as_operator(matvec)
+        products = 0
+        if operator.symmetric is None:
+            _refuse_unless_symmetric(operator, b)
+            products += 2
+        precondition = self.preconditioner.inverse(operator, b) if self.preconditioner else lambda r: r
+        products += self.preconditioner.rank if self.preconditioner else 0
+        limit = 2 * b.numel() if self.max_iter is None else self.max_iter
+
+        x = torch.zeros_like(b) if x0 is None else x0.clone()
+        residual = b.clone() if x0 is None else b - operator(x)
+        products += x0 is not None
+        direction = preconditioned = precondition(residual)
+        slope = torch.dot(residual, preconditioned)
+        target = self.tol * b.norm()
+        iterations = 0
+        while residual.norm() > target and iterations < limit:
+            image = operator(direction)
+            iterations += 1
+            curvature = torch.dot(direction, image)
+            if not curvature > 0:
+                raise BilevelError(
+                    f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration {iterations}: the matrix is not positive "
+                    "definite, so w_T is not near a strict minimiser of the inner objective. Run more inner steps, add an L2 term to "
+                    "the inner objective, or use Reverse(), which needs no minimiser."
+                )
+            length = slope / curvature
+            x = x + length * direction
+            residual = residual - length * image
+            preconditioned = precondition(residual)
+            slope, previous = torch.dot(residual, preconditioned), slope
+            direction = preconditioned + (slope / previous) * direction
+        # The recurrence drifts from the true residual; what is reported is measured.
+        residual = b - operator(x)
+        measured = relative(residual, b)
+        return LinearSolution(x, measured, products + iterations + 1, measured <= 10 * self.tol)
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        from bilevel.linear_solvers.nystrom import Nystrom
+
+        return [cls(), cls(preconditioner=Nystrom(rank=4, damping=0.5))]
+
+
+def _refuse_unless_symmetric(operator: Operator, b: Tensor) -> None:
+    u, v = random_directions(2, b, seed=1)
+    left, right = torch.dot(u, operator(v)), torch.dot(v, operator(u))
+    tolerance = 1e3 * torch.finfo(b.dtype).eps * float(u.norm() * v.norm() + left.abs() + right.abs())
+    if abs(float(left - right)) > tolerance:
+        raise BilevelError(
+            f"CG was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = {float(right):.6g}. "
+            "Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
+        )

@@ -1,0 +1,285 @@
+"""All checks of what a user passes, once, at the boundary; inside, code assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import gradient
+from bilevel.errors import BilevelError, DivergenceError
+from bilevel.methods.base import EVERYTHING, Method, Part
+from bilevel.methods.process import Process, reached
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+
+def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Task]:
+    """What can be said before anything is run. Returns the tasks as a list."""
+    if not isinstance(problem, Problem):
+        raise BilevelError(f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {_what(problem)}.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise BilevelError(f"steps={steps!r} is not a number of inner steps: pass an int T ≥ 0 (0 evaluates the outer objective at init(λ)).")
+    check_lam(lam)
+    listed = list(tasks) if isinstance(tasks, (list, tuple)) else [tasks]
+    if not listed:
+        raise BilevelError("The list of tasks is empty, so there is no outer objective to average. Pass at least one bilevel.Task(train, val).")
+    for task in listed:
+        check_task(task)
+    return listed
+
+
+def check_lam(lam: Tree) -> None:
+    """λ must be real tensors with finite values."""
+    leaves = trees.leaves(lam)
+    if not leaves:
+        raise BilevelError("λ has no tensors in it. Pass a tensor or a dict, list or tuple of tensors.")
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise BilevelError(f"λ{trees.paths(lam)[index]} is {_what(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype instead.")
+        if leaf.is_complex():
+            raise BilevelError(f"λ{trees.paths(lam)[index]} is complex ({leaf.dtype}), and an outer variable must be real. Pass real and imaginary parts as two leaves.")
+        if not leaf.is_floating_point():
+            raise BilevelError(
+                f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or .float(), or move a discrete choice out of λ."
+            )
+        if not bool(torch.isfinite(leaf).all()):
+            bad = int((~torch.isfinite(leaf)).sum())
+            raise DivergenceError(f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite values; nothing was computed.")
+
+
+def check_task(task: Any) -> None:
+    if not isinstance(task, Task):
+        raise BilevelError(f"A task must be a bilevel.Task(train, val), but it is {_what(task)}.")
+    if callable(task.val):
+        raise BilevelError("task.val is a function, and the outer objective is evaluated on one batch. Pass the validation batch itself.")
+    for name, tree in (("train", task.train), ("val", task.val)):
+        for index, leaf in enumerate(trees.leaves(tree)):
+            if isinstance(leaf, Tensor) and leaf.numel() == 0:
+                where = trees.paths(tree)[index]
+                raise BilevelError(f"The task is empty: task.{name}{where} has shape {list(leaf.shape)}, with no examples. Pass at least one.")
+
+
+def check_process(process: Process, method: Method) -> None:
+    """Run Φ_0, one step and E once, and hold their results against what the method needs.
+
+    The verdict is remembered on the problem, so that the calls of a loop are checked once.
+    """
+    memory = process.problem.checked
+    key = (method, process.steps, process.allow_unused, process.start is None, process.previous is None, _kind(process.source), _kind(process.variables))
+    if key in memory:
+        process.findings = memory[key]
+        return
+    _check_sampler(process)
+    state = _check_start(process)
+    _check_objectives(process, state)
+    _check_step(process, state)
+    method.check(process)
+    _check_reach(process, method, state)
+    if len(memory) > 100:
+        memory.clear()
+    memory[key] = process.findings
+
+
+def _kind(value: Any) -> Any:
+    """What two dynamics or trees must share for one check to serve both: shapes and code, not the numbers in tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if is_dataclass(value):
+        return type(value), tuple(_kind(getattr(value, f.name)) for f in fields(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(_kind(item) for item in value)
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    return getattr(value, "__code__", type(value))
+
+
+def _check_sampler(process: Process) -> None:
+    task = process.bound.task
+    if not callable(task.train) or not process.steps:
+        return
+    first, second = process.times[0], process.times[-1]
+    one, _, again = _call("task.train", task.batch, first), _call("task.train", task.batch, second), _call("task.train", task.batch, first)
+    check_task(Task(one, task.val))
+    if not same(one, again):
+        raise BilevelError(
+            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay steps, so a sampler with hidden "
+            "state makes them wrong. Draw the batch from t, for example with torch.Generator().manual_seed(t), or use bilevel.Minibatches(data, size)."
+        )
+    if any(leaf.requires_grad for leaf in trees.tensors(one)):
+        raise BilevelError(
+            "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient would be lost. "
+            "Let train be a bilevel.Minibatches over the encoded data, or a batch."
+        )
+
+
+def _check_start(process: Process) -> Any:
+    name = "init(lam)" if process.start is None else "the given start"
+    with torch.no_grad():
+        state = _call("init", process.bound.start)
+    leaves = trees.leaves(state[0])
+    if not leaves:
+        raise BilevelError(f"{name} gave no tensors, so there is nothing for the inner problem to learn.")
+    for path, leaf in zip(trees.paths(state[0]), leaves, strict=True):
+        if not trees.is_variable(leaf):
+            kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else _what(leaf)
+            raise BilevelError(f"{name} gave w{path} = {kind}, which has no gradient. Every leaf of w must be a floating-point tensor.")
+        if not bool(torch.isfinite(leaf).all()):
+            raise DivergenceError(f"{name} gave NaN or Inf in w{path}; nothing was computed.", step=0)
+    return state
+
+
+def _check_objectives(process: Process, state: Any) -> None:
+    bound = process.bound
+    points, spec = trees.flatten(state[0])
+    points = [point.detach().requires_grad_() for point in points]
+    w = spec.unflatten(points)
+    calls: list[tuple[str, Callable[[], Tensor], Tree]] = [("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)]
+    if process.steps:
+        batch = bound.task.batch(process.times[0])
+        calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
+    for name, call, batch in calls:
+        with torch.enable_grad():
+            value = _call(name, call, context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; the batch is {trees.describe(batch)}")
+        if not isinstance(value, Tensor):
+            raise BilevelError(f"{name} returned {_what(value)}; it must return a scalar tensor, without .item() or float().")
+        if value.ndim != 0:
+            raise BilevelError(f"{name} returned a tensor of shape {list(value.shape)}; an objective is one number. Add .mean() or .sum().")
+        if not value.requires_grad or not reached([value], points):
+            raise BilevelError(
+                f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for .detach(), .item(), torch.no_grad(), "
+                "comparisons or argmax in it; an accuracy cannot be an objective, a cross-entropy can."
+            )
+        if not bool(torch.isfinite(value)):
+            _refuse_non_finite_batch(name, batch)
+            raise DivergenceError(f"{name} is {float(value)} at the start w_0, although λ, w_0 and the data are finite. Check it for log(0), 0/0 or overflow.", step=0)
+
+
+def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
+    for path, leaf in zip(trees.paths(batch), trees.leaves(batch), strict=True):
+        if trees.is_variable(leaf) and not bool(torch.isfinite(leaf).all()):
+            rows = torch.nonzero(~torch.isfinite(leaf))
+            raise DivergenceError(
+                f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index {rows[0].tolist()}. "
+                "Clean or impute them first; nothing was computed.",
+                step=0,
+            )
+
+
+def _check_step(process: Process, state: Any) -> None:
+    if not process.steps:
+        return
+    t = process.times[0]
+    bound = process.bound
+    context = f"w is {trees.describe(state[0])}"
+    bytes_saved = 0
+    seen: set[int] = {leaf.untyped_storage().data_ptr() for leaf in trees.tensors([process.variables, bound.task, state])}
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal bytes_saved
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in seen:
+            seen.add(pointer)
+            bytes_saved += tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        after = _call("dynamics.step", lambda: bound.step(state, t), context=context)
+    # What one recorded step keeps alive: `Unrolled` holds T of these.
+    process.findings["graph bytes"] = bytes_saved
+    if not (isinstance(after, tuple) and len(after) == 2):
+        raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {_what(after)}.")
+    if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:
+        raise BilevelError(f"The dynamics changed the structure of w: it was {trees.describe(state[0])} and became {trees.describe(after[0])}.")
+    for path, old, new in zip(trees.paths(state[0]), trees.leaves(state[0]), trees.leaves(after[0]), strict=True):
+        if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+            raise BilevelError(
+                f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings or λ have another shape, dtype "
+                "or device than w? A value per weight must have w's shape."
+            )
+
+
+def _check_reach(process: Process, method: Method, state: Any) -> None:
+    """Every leaf of λ must reach the outer objective, and by a way that the method sees."""
+    seen = method.sees(process)
+    reach = _reach(process, state)
+    paths = trees.paths(process.lam)
+    for index, path in enumerate(paths):
+        parts = {part for part, leaves in reach.items() if index in leaves}
+        if parts & seen:
+            continue
+        name = type(method).__name__
+        if parts:
+            others = " and ".join(sorted(parts))
+            advice = "Use Reverse() or Forward(), which differentiate the steps."
+            if name == "Truncated":
+                advice = "Use Reverse(), which differentiates all steps."
+            raise BilevelError(
+                f"{name} cannot see λ{path}: it enters through {others} only, and {name} looks at {' and '.join(sorted(seen))}. It would silently give 0. {advice}"
+            )
+        if not process.allow_unused:
+            raise BilevelError(
+                f"λ{path} reaches neither the inner nor the outer objective, so its gradient would be zero for ever. Remove it from λ, use it, "
+                "or pass allow_unused=True. (A .detach(), .item() or torch.no_grad() on the way cuts it off too.)"
+            )
+
+
+def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
+    """Which leaves of λ enter where, read off the graphs of Φ_0, ∇L, Φ_t and E."""
+    bound, variables = process.bound, process.variables
+    reach: dict[Part, set[int]] = {part: set() for part in EVERYTHING}
+
+    def note(part: Part, outputs: Tree) -> None:
+        for index in reached(trees.leaves(outputs), variables):
+            if index < process.outer_count:
+                reach[part].add(index)
+            else:
+                reach[part] |= process.reached_by_encoded(index - process.outer_count)
+
+    with torch.enable_grad():
+        if process.start is None and process.previous is None:
+            note("the start", bound.start())
+        note("the outer objective", bound.outer(state))
+        wanted = set(range(process.outer_count))
+        for t in process.times:
+            note("the inner objective", gradient(bound.loss(t), state[0]))
+            everything = {i for i in reached(trees.leaves(bound.step(state, t)), variables) if i < process.outer_count}
+            reach["the dynamics"] |= everything - reach["the inner objective"]
+            # Settings with a value per step are reached later than at the first; normally one step is enough.
+            if set().union(*reach.values()) >= wanted:
+                break
+    return reach
+
+
+def same(one: Tree, two: Tree) -> bool:
+    """Whether two batches hold the same numbers."""
+    left, right = trees.flatten(one), trees.flatten(two)
+    if left[1] != right[1]:
+        return False
+    for a, b in zip(left[0], right[0], strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all()):
+                return False
+        elif a is not b and a != b:
+            return False
+    return True
+
+
+def _call(name: str, function: Callable[..., Any], *args: Any, context: str = "") -> Any:
+    """Call the user's function; what torch complains about is passed on with the shapes that were involved."""
+    try:
+        return function(*args)
+    except BilevelError:
+        raise
+    except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
+        detail = f" Here {context}." if context else ""
+        raise BilevelError(f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices must fit each other.") from error
+
+
+def _what(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '…'}"

@@ -1,0 +1,28 @@
+"""The gradient that ignores the dynamics: the paper's *Approx*."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bilevel.methods.base import Hypergradient, Method, Part
+from bilevel.methods.process import Process
+
+
+@dataclass(frozen=True)
+class FirstOrder(Method):
+    """∇_λ E(w_T, λ) with ∇_λ w_T set to zero (Section 5.3, *Approx*).
+
+    It sees λ only where the outer objective (or `encode`) uses it, so a λ that acts through the inner problem alone is refused.
+    """
+
+    exact: ClassVar[bool] = False
+    sees_dynamics: ClassVar[bool] = False
+
+    def sees(self, process: Process) -> frozenset[Part]:
+        return frozenset({"the outer objective"})
+
+    def __call__(self, process: Process) -> Hypergradient:
+        state = process.run()
+        value, _, gradients = process.outer_gradients(state)
+        return self.result(process, value, state, gradients, steps=process.steps)

@@ -1,0 +1,95 @@
+"""Forward mode: the derivative of w_t in λ is carried along with w_t."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.methods.base import Hypergradient, Method
+from bilevel.methods.process import Gradients, Process, jacobian_vector_products, live_copy
+from bilevel.trees import Tree
+
+
+@dataclass(frozen=True)
+class Forward(Method):
+    """Z_t = (∂Φ_t/∂w) Z_{t−1} + ∂Φ_t/∂λ, then ∇f_T = ∇_λ E + ∇_w E · Z_T (Franceschi et al., 2017).
+
+    Memory does not grow with T but with the size of λ: Z has as many columns as λ has numbers, all propagated at once. The method for few
+    hyperparameters and very many steps, and, continued online, real-time hyperparameter optimisation.
+
+    Args:
+        chunk: propagate at most this many columns at once, to bound the workspace; None takes all.
+    """
+
+    chunk: int | None = None
+
+    def check(self, process: Process) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise BilevelError(f"Forward(chunk={self.chunk}) propagates nothing; pass chunk ≥ 1 or None.")
+
+    def __call__(self, process: Process) -> Hypergradient:
+        bound, variables = process.bound, process.variables
+        directions = process.push_forward(_unit_directions(variables[: process.outer_count]))
+        columns = sum(leaf.numel() for leaf in variables[: process.outer_count])
+
+        previous = process.previous
+        with torch.enable_grad():
+            state = bound.start()
+        if previous is not None and previous.tangents is not None:
+            tangents: list[Tensor | None] = previous.tangents
+        else:
+            tangents = self._push(trees.leaves(state), variables, directions, columns)
+        memory = 0
+        for t in process.times:
+            leaves, live = live_copy(state)
+            with torch.enable_grad():
+                state = bound.step(live, t)
+            inputs = [(leaf, z) for leaf, z in zip(leaves, tangents, strict=True) if trees.is_variable(leaf)]
+            sources = [leaf for leaf, _ in inputs] + variables
+            tangents = self._push(trees.leaves(state), sources, [z for _, z in inputs] + directions, columns)
+            memory = max(memory, trees.nbytes([z for z in tangents if z is not None]))
+
+        state = trees.detach(state)
+        value, alpha, direct = process.outer_gradients(state)
+        total: Tensor | None = None
+        for cotangent, tangent in [*zip(alpha, tangents, strict=True), *zip(direct, directions, strict=True)]:
+            if cotangent is not None and tangent is not None:
+                part = tangent.reshape(columns, -1) @ cotangent.reshape(-1).to(tangent.dtype)
+                total = part if total is None else total + part
+        lam = variables[: process.outer_count]
+        vector = lam[0].new_zeros(columns) if total is None else total
+        pieces: Gradients = [piece.to(leaf) for piece, leaf in zip(trees.from_vector(vector, lam), lam, strict=True)]
+        return self.result(
+            process, value, state, pieces, pulled=True, extra={"tangents": tangents}, steps=process.steps, replayed=process.steps, peak_memory=memory
+        )
+
+    def _push(self, outputs: Tree, inputs: list[Tensor], tangents: list[Tensor | None], columns: int) -> list[Tensor | None]:
+        if self.chunk is None or self.chunk >= columns:
+            return jacobian_vector_products(outputs, inputs, tangents)
+        pieces = [
+            jacobian_vector_products(outputs, inputs, [None if z is None else z[i : i + self.chunk] for z in tangents])
+            for i in range(0, columns, self.chunk)
+        ]
+        return [None if parts[0] is None else torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(), cls(chunk=2)]
+
+
+def _unit_directions(lam: list[Tensor]) -> list[Tensor | None]:
+    """The identity in λ, as one batch of tangents per leaf."""
+    columns = sum(leaf.numel() for leaf in lam)
+    directions: list[Tensor | None] = []
+    first = 0
+    for leaf in lam:
+        block = leaf.new_zeros(columns, leaf.numel())
+        block[first : first + leaf.numel()].fill_diagonal_(1.0)
+        directions.append(block.reshape(columns, *leaf.shape))
+        first += leaf.numel()
+    return directions

@@ -1,0 +1,162 @@
+"""Implicit differentiation of the condition that holds at the inner minimiser."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.dynamics import gradient
+from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.linear_solvers import LinearSolver, Operator
+from bilevel.linear_solvers.cg import CG
+from bilevel.linear_solvers.direct import Direct
+from bilevel.linear_solvers.fixed_point import FixedPoint
+from bilevel.linear_solvers.neumann import Neumann
+from bilevel.linear_solvers.nystrom import Nystrom
+from bilevel.methods.base import Hypergradient, Method, Part
+from bilevel.methods.process import Gradients, Process, State, accumulate, live_copy
+
+
+@dataclass(frozen=True)
+class Implicit(Method):
+    """∇f = ∇_λ E − ∇²_{λw}L (∇²_w L)⁻¹ ∇_w E at w_T, from ∇_w L(w_λ, λ) = 0 and the implicit function theorem.
+
+    It is the gradient of the limit f, evaluated at w_T: right when the inner problem has converged, and off by an amount that `certify` estimates when not.
+    It cannot see a λ that enters through the step size or the start, and says so.
+
+    Proximal dynamics, whose limits do not satisfy ∇L = 0, are differentiated through their fixed point w = Φ(w, λ) instead; there
+    λ may enter through the penalty.
+
+    Args:
+        solver: for the linear system; None takes CG() for a Hessian and FixedPoint() for a fixed point.
+        condition: "auto", or "fixed-point" to differentiate w = Φ_T(w, λ) of a smooth dynamics too.
+    """
+
+    solver: LinearSolver | None = None
+    condition: Literal["auto", "fixed-point"] = "auto"
+    exact: ClassVar[bool] = False
+    sees_dynamics: ClassVar[bool] = False
+
+    def check(self, process: Process) -> None:
+        if self.solver is not None and not isinstance(self.solver, LinearSolver):
+            raise BilevelError(f"Implicit(solver={self.solver!r}) is not a linear solver. Pass one such as CG(tol=1e-8), Neumann(terms=50) or Direct().")
+        if self.condition not in ("auto", "fixed-point"):
+            raise BilevelError(f"Implicit(condition={self.condition!r}) is not known; pass 'auto' or 'fixed-point'.")
+
+    def sees(self, process: Process) -> frozenset[Part]:
+        seen: set[Part] = {"the inner objective", "the outer objective"}
+        if self._at_fixed_point(process):
+            # At a fixed point the step size drops out, but a penalty inside Φ does not.
+            seen.add("the dynamics")
+        return frozenset(seen)
+
+    def _at_fixed_point(self, process: Process) -> bool:
+        if self.condition == "fixed-point":
+            return True
+        bound, t = process.bound, process.times.stop - 1
+        with torch.no_grad():
+            return bound.dynamics.stationary_step(bound.loss(max(t, 1)), bound.start()[0], max(t, 1)) is not None
+
+    def __call__(self, process: Process) -> Hypergradient:
+        state = process.run()
+        value, alpha, direct = process.outer_gradients(state)
+        system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
+        points, form, sign, symmetric = system
+        b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
+
+        operator = _adjoint_operator(form, points, sign, symmetric)
+        solver = self.solver or (CG() if symmetric else FixedPoint())
+        solution = solver.solve(operator, b, process.adjoint)
+        if not solution.converged:
+            warnings.warn(
+                f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after {solution.products} products; the hypergradient "
+                "carries an error of that order. Raise max_iter, or precondition with CG(preconditioner=Nystrom(rank)).",
+                BilevelWarning,
+                stacklevel=2,
+            )
+        parts = trees.from_vector(solution.x, points)
+        cross = torch.autograd.grad(form, process.variables, parts, allow_unused=True, retain_graph=True)
+        gradients: Gradients = [accumulate(d, None if c is None else -sign * c) for d, c in zip(direct, cross, strict=True)]
+        return self.result(
+            process,
+            value,
+            state,
+            gradients,
+            extra={"adjoint": solution.x},
+            steps=process.steps,
+            residual=solution.residual,
+            products=solution.products,
+            peak_memory=4 * trees.nbytes(points),
+        )
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [
+            cls(),
+            cls(CG(tol=1e-12)),
+            cls(FixedPoint(tol=1e-12)),
+            cls(Neumann(terms=500)),
+            cls(Nystrom(rank=100)),
+            cls(Direct()),
+            cls(FixedPoint(tol=1e-12), condition="fixed-point"),
+            cls(Direct(), condition="fixed-point"),
+        ]
+
+
+# The points, the map F(points, λ) whose zero defines them (up to the sign of the identity), that sign, and whether ∂F is symmetric.
+System = tuple[list[Tensor], list[Tensor], float, bool]
+
+
+def _stationary(process: Process, state: State) -> System:
+    """F = ∇_w L(w, λ), with the Hessian as its derivative."""
+    points, spec = trees.flatten(state[0])
+    points = [point.detach().requires_grad_() for point in points]
+    with torch.enable_grad():
+        loss = process.bound.loss(max(process.times.stop - 1, 1))
+        form = trees.leaves(gradient(loss, spec.unflatten(points)))
+    if not any(part.requires_grad for part in form):
+        raise BilevelError(
+            "The gradient of the inner objective does not depend on w or λ (a linear objective?), so it has no minimiser to differentiate. "
+            "Use Reverse()."
+        )
+    return points, form, 1.0, True
+
+
+def _fixed_point(process: Process, state: State) -> System:
+    """F = Φ(s, λ) − s, of which only Φ is recorded: the identity is added by the operator."""
+    t = max(process.times.stop - 1, 1)
+    points, live = live_copy(state)
+    with torch.enable_grad():
+        stationary = process.bound.dynamics.stationary_step(process.bound.loss(t), live[0], t)
+        if stationary is not None:
+            points, form = trees.leaves(live[0]), trees.leaves(stationary)
+        else:
+            form = trees.leaves(process.bound.step(live, t))
+    pairs = [(p, f) for p, f in zip(points, form, strict=True) if trees.is_variable(p)]
+    return [p for p, _ in pairs], [f for _, f in pairs], -1.0, False
+
+
+def _adjoint_operator(form: list[Tensor], points: list[Tensor], sign: float, symmetric: bool) -> Operator:
+    """v ↦ (∂F)ᵀ v for a Hessian; v ↦ v − (∂Φ)ᵀ v for a fixed point."""
+
+    def product(vector: Tensor, batched: bool) -> Tensor:
+        heads = [(f, v) for f, v in zip(form, trees.from_vector(vector, points), strict=True) if f.requires_grad]
+        outputs, cotangents = zip(*heads, strict=True)
+        parts = torch.autograd.grad(outputs, points, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+        batch = vector.shape[:-1]
+        filled = [p.new_zeros(batch + p.shape) if g is None else g for p, g in zip(points, parts, strict=True)]
+        image = torch.cat([part.reshape(*batch, -1) for part in filled], dim=-1)
+        return image if sign > 0 else vector - image
+
+    return Operator(
+        matvec=lambda v: product(v, False),
+        matmat=lambda rows: product(rows, True),
+        symmetric=True if symmetric else None,
+        step=None if symmetric else 1.0,
+    )

@@ -1,0 +1,260 @@
+"""The inner problem of one task, ready to run: what a method differentiates.
+
+A state is the pair (w, auxiliary variables), which the paper calls w throughout (the footnote to Eq. 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import DynamicsLike, as_function_of_lam
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+if TYPE_CHECKING:
+    from bilevel.methods.base import Hypergradient
+
+State: TypeAlias = tuple[Tree, Tree]
+Gradients: TypeAlias = list[Tensor | None]
+
+
+@dataclass
+class Process:
+    """w_0 = Φ_0(λ), w_t = Φ_t(w_{t−1}, λ), f_T(λ) = E(w_T, λ) (Eqs. 5 and 6) for one task.
+
+    `variables` are what a method takes gradients with respect to: the leaves of λ, then those tensors of the task that `encode` made
+    depend on λ. Cutting the graph there is what lets `encode` be differentiated once: `pull_back` carries a method's gradient through it.
+
+    Args:
+        start: begin at this w instead of init(λ) (a warm start).
+        previous: continue where this result ended, auxiliary variables and step number included (the online variants).
+        adjoint: where an implicit method's linear solver begins.
+        findings: what the checks learned about the process, for the methods to use.
+    """
+
+    problem: Problem
+    lam: Tree
+    task: Task
+    source: DynamicsLike
+    steps: int
+    start: Tree | None = None
+    previous: Hypergradient | None = None
+    adjoint: Tensor | None = None
+    allow_unused: bool = False
+    findings: dict[str, Any] = field(default_factory=dict)
+
+    variables: list[Tensor] = field(init=False)
+    outer_count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dynamics = as_function_of_lam(self.source)
+        values, self._lam_spec = trees.flatten(self.lam)
+        lam_leaves = [value.detach().requires_grad_() for value in values]
+        self.outer_count = len(lam_leaves)
+        task, self._encoded = self.task, []
+        if self.problem.encode is not None:
+            with torch.enable_grad():
+                task = self.problem.encode(self._lam_spec.unflatten(lam_leaves), self.task)
+        self._task_leaves, self._task_spec = trees.flatten(task)
+        self._encoded_at = [i for i, x in enumerate(self._task_leaves) if isinstance(x, Tensor) and x.requires_grad]
+        if self.problem.encode is not None:
+            self._encoded = [self._task_leaves[i] for i in self._encoded_at]
+            cut = [tensor.detach().requires_grad_() for tensor in self._encoded]
+        else:
+            # A tensor of the user's that happens to require grad is data like any other.
+            cut = []
+            self._task_leaves = [x.detach() if isinstance(x, Tensor) else x for x in self._task_leaves]
+            self._encoded_at = []
+        self.variables = lam_leaves + cut
+        self.bound = self.bind(self.variables)
+
+    @property
+    def times(self) -> range:
+        """The step numbers of this run."""
+        first = self.previous.t if self.previous is not None else 0
+        return range(first + 1, first + self.steps + 1)
+
+    def bind(self, variables: Sequence[Tensor]) -> Bound:
+        """The process at given values of its variables."""
+        lam = self._lam_spec.unflatten(variables[: self.outer_count])
+        if self._encoded_at:
+            leaves = list(self._task_leaves)
+            for index, tensor in zip(self._encoded_at, variables[self.outer_count :], strict=True):
+                leaves[index] = tensor
+        else:
+            leaves = self._task_leaves
+        return Bound(self, lam, self._task_spec.unflatten(leaves))
+
+    def run(self) -> State:
+        """The state after all steps, with nothing recorded."""
+        with torch.no_grad():
+            state = self.bound.start()
+            for t in self.times:
+                state = self.bound.step(state, t)
+        return state
+
+    def outer_gradients(self, state: State) -> tuple[Tensor, list[Tensor | None], Gradients]:
+        """E(w, λ), its gradient in the leaves of the state (None where there is none), and its gradient in the variables."""
+        leaves, live = live_copy(state)
+        with torch.enable_grad():
+            value = self.bound.outer(live)
+        inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
+        parts = torch.autograd.grad(value, inputs + self.variables, allow_unused=True)
+        alpha = iter(parts[: len(inputs)])
+        return (
+            value.detach(),
+            [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves],
+            list(parts[len(inputs) :]),
+        )
+
+    def pull_back(self, gradients: Gradients) -> Gradients:
+        """The gradient in the leaves of λ from that in all variables: one reverse pass through `encode`."""
+        direct, through = gradients[: self.outer_count], gradients[self.outer_count :]
+        reached = [(tensor, g) for tensor, g in zip(self._encoded, through, strict=True) if g is not None]
+        if reached:
+            tensors, cotangents = zip(*reached, strict=True)
+            parts = torch.autograd.grad(tensors, self.variables[: self.outer_count], cotangents, allow_unused=True, retain_graph=True)
+            direct = [accumulate(g, part) for g, part in zip(direct, parts, strict=True)]
+        return direct
+
+    def push_forward(self, directions: list[Tensor]) -> list[Tensor | None]:
+        """Batches of tangents of all variables from batches of tangents of λ's leaves: one forward pass through `encode`."""
+        if not self._encoded:
+            return list(directions)
+        lam = self.variables[: self.outer_count]
+        return list(directions) + jacobian_vector_products(self._encoded, lam, list(directions))
+
+    def reached_by_encoded(self, index: int) -> set[int]:
+        """Which leaves of λ the encoded variable `index` depends on."""
+        return reached([self._encoded[index]], self.variables[: self.outer_count])
+
+    @property
+    def encoded_count(self) -> int:
+        return len(self._encoded)
+
+
+@dataclass
+class Bound:
+    """The maps Φ_0, Φ_t and E of a process at fixed variables."""
+
+    process: Process
+    lam: Tree
+    task: Task
+
+    def __post_init__(self) -> None:
+        problem = self.process.problem
+        self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
+        with torch.enable_grad():
+            self.dynamics = self.process.dynamics(self.lam)
+
+    def start(self) -> State:
+        """Φ_0(λ) with fresh auxiliary variables, or the state that the process was told to continue from."""
+        if self.process.previous is not None:
+            return trees.detach(self.process.previous.state)
+        w = self._init(self.lam) if self.process.start is None else trees.detach(self.process.start)
+        # When w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not pick up ∂L/∂λ.
+        fresh = _view if torch.is_grad_enabled() else torch.Tensor.detach
+        w = trees.map(fresh, w)
+        return w, self.dynamics.init(w)
+
+    def loss(self, t: int) -> Callable[[Tree], Tensor]:
+        """L_λ on the batch of step t, as a function of w."""
+        inner, lam, batch = self.inner, self.lam, self.task.batch(t)
+        return lambda w: inner(w, lam, batch)
+
+    def step(self, state: State, t: int) -> State:
+        return self.dynamics.step(self.loss(t), state[0], state[1], t)
+
+    def outer(self, state: State) -> Tensor:
+        return self._outer(state[0], self.lam, self.task.val)
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def live_copy(state: State) -> tuple[list[Any], State]:
+    """The state cut off from its past, its tensors ready to be differentiated, and those tensors as a flat list."""
+    leaves, spec = trees.flatten(state)
+    live = [leaf.detach().requires_grad_() if trees.is_variable(leaf) else leaf for leaf in leaves]
+    return live, spec.unflatten(live)
+
+
+def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """A sum in which None is zero."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total + part
+
+
+def step_vjp(bound: Bound, state: State, t: int, alpha: list[Tensor | None], variables: list[Tensor]) -> tuple[list[Tensor | None], Gradients, State]:
+    """One step of Algorithm 1's second loop: (α A_t, α B_t) with A_t = ∂Φ_t/∂w and B_t = ∂Φ_t/∂λ at (state, λ).
+
+    The step is replayed here, so nothing but the state had to be kept. Also returns the replayed next state.
+    """
+    leaves, live = live_copy(state)
+    with torch.enable_grad():
+        after = bound.step(live, t)
+    outputs = trees.leaves(after)
+    paired = [(out, a) for out, a in zip(outputs, alpha, strict=True) if a is not None and out.requires_grad]
+    inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
+    if not paired:
+        return [None] * len(leaves), [None] * len(variables), after
+    heads, cotangents = zip(*paired, strict=True)
+    # The graph from λ to the dynamics' settings is shared by all steps, so it must survive this pass.
+    parts = torch.autograd.grad(heads, inputs + variables, cotangents, allow_unused=True, retain_graph=True)
+    before = iter(parts[: len(inputs)])
+    return [next(before) if trees.is_variable(leaf) else None for leaf in leaves], list(parts[len(inputs) :]), after
+
+
+def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor]) -> Gradients:
+    """α ∂Φ_0/∂λ."""
+    with torch.enable_grad():
+        outputs = trees.leaves(bound.start())
+    paired = [(out, a) for out, a in zip(outputs, alpha, strict=True) if a is not None and out.requires_grad]
+    if not paired:
+        return [None] * len(variables)
+    heads, cotangents = zip(*paired, strict=True)
+    return list(torch.autograd.grad(heads, variables, cotangents, allow_unused=True, retain_graph=True))
+
+
+def jacobian_vector_products(outputs: Sequence[Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """A batch of forward-mode products ∂outputs/∂inputs · tangents, from reverse mode applied twice.
+
+    u ↦ uᵀJ is linear in u, so its derivative in u along a tangent is J·tangent, at any point u. Tangents have one leading batch axis;
+    None stands for zero.
+    """
+    heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    with torch.enable_grad():
+        dummies = [torch.zeros_like(head, requires_grad=True) for head in heads]
+        pulled = torch.autograd.grad(heads, inputs, dummies, create_graph=True, allow_unused=True) if heads else ()
+    used = [(p, v) for p, v in zip(pulled, tangents, strict=bool(heads)) if p is not None and v is not None and p.requires_grad]
+    if not used:
+        return [None] * len(outputs)
+    forms, directions = zip(*used, strict=True)
+    pushed = iter(torch.autograd.grad(forms, dummies, directions, is_grads_batched=True, allow_unused=True, retain_graph=True))
+    return [next(pushed) if isinstance(out, Tensor) and out.requires_grad else None for out in outputs]
+
+
+def reached(outputs: Sequence[Any], variables: Sequence[Tensor]) -> set[int]:
+    """The indices of those variables that the autograd graph of `outputs` leads back to; nothing is computed."""
+    index = {id(variable): i for i, variable in enumerate(variables)}
+    found = {index[id(out)] for out in outputs if id(out) in index}
+    stack = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in index:
+            found.add(index[id(variable)])
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return found

@@ -1,0 +1,211 @@
+"""Exact ∇f_T for a quadratic inner objective, at a cost that does not depend on T."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import gradient
+from bilevel.errors import BilevelError
+from bilevel.linear_solvers.base import random_directions
+from bilevel.methods.base import Hypergradient, Method
+from bilevel.methods.process import Gradients, Process, accumulate
+from bilevel.methods.spectral_functions import iterate
+
+
+@dataclass(frozen=True)
+class Spectral(Method):
+    """w_T = p_T(A) w_0 + q_T(A) b for L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ under gradient descent or heavy ball with constant settings.
+
+    p_T and q_T are polynomials of the eigenvalues of A, for gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s. The derivative in A is
+    Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided differences p[sᵢ, sⱼ], which are computed without a quotient, so that repeated or clustered eigenvalues and
+    singular A are harmless.
+
+    The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one eigendecomposition of A.
+
+    Args:
+        largest: refuse a matrix A with more rows than this.
+    """
+
+    largest: int = 4096
+
+    def check(self, process: Process) -> None:
+        bound = process.bound
+        if process.previous is not None:
+            raise BilevelError("Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or Forward() online.")
+        if callable(bound.task.train):
+            raise BilevelError(
+                "Spectral needs one quadratic for all steps, but task.train is a function of t. Pass the whole training set as a batch, or use Reverse()."
+            )
+        _constant_settings(process)
+        axis = _find_layout(process)
+        with torch.no_grad():
+            rows = Layout(trees.leaves(bound.start()[0]), axis).rows
+        if rows > self.largest:
+            raise BilevelError(
+                f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use Implicit(CG()) or Reverse(), or raise the "
+                "limit with Spectral(largest=…)."
+            )
+        process.findings["spectral axis"] = axis
+
+    def __call__(self, process: Process) -> Hypergradient:
+        bound, variables = process.bound, process.variables
+        lr, momentum = _constant_settings(process)
+        with torch.enable_grad():
+            start = trees.leaves(bound.start()[0])
+            quadratic = Quadratic.of(process, process.findings["spectral axis"])
+            w0 = quadratic.layout.pack(start)
+        settings = [torch.as_tensor(x, dtype=w0.dtype, device=w0.device).reshape(()) for x in (lr, momentum)]
+        result = iterate(quadratic.matrix.detach(), quadratic.target.detach(), w0.detach(), *(x.detach() for x in settings), process.steps)
+        w = quadratic.spec.unflatten(quadratic.layout.unpack(result.w))
+        # The velocity is not kept: nothing can continue from this state, and `check` says so.
+        state = (w, bound.dynamics.init(w))
+        value, alpha, direct = process.outer_gradients(state)
+
+        points = trees.leaves(w)
+        cotangent = quadratic.layout.pack([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
+        learned = any(setting.requires_grad for setting in settings)
+        pulled = result.pull_back(cotangent, learned)
+        heads = [quadratic.matrix, quadratic.target, w0, *(settings if learned else ())]
+        recorded = [(h, g) for h, g in zip(heads, pulled, strict=True) if h.requires_grad]
+        gradients: Gradients = direct
+        if recorded:
+            outputs, cotangents = zip(*recorded, strict=True)
+            parts = torch.autograd.grad(outputs, variables, cotangents, allow_unused=True, retain_graph=True)
+            gradients = [accumulate(d, p) for d, p in zip(direct, parts, strict=True)]
+        return self.result(process, value, state, gradients, peak_memory=4 * trees.nbytes([quadratic.matrix]), products=quadratic.products)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ + const, read off its derivatives, with w as a matrix: one column per independent problem."""
+
+    matrix: Tensor
+    target: Tensor
+    spec: trees.Spec
+    layout: Layout
+    products: int
+
+    @staticmethod
+    def of(process: Process, axis: int | None) -> Quadratic:
+        """A and b as differentiable functions of the process's variables."""
+        bound = process.bound
+        leaves, spec = trees.flatten(bound.start()[0])
+        layout = Layout(leaves, axis)
+        zero = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
+        slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(zero)))
+        # Different unit vectors go into different columns, so ⌈rows/width⌉ products give all of A.
+        count = math.ceil(layout.rows / layout.width)
+        units = torch.eye(layout.rows, count * layout.width, dtype=zero[0].dtype, device=zero[0].device)
+        directions = layout.unpack(units.reshape(layout.rows, count, layout.width).transpose(0, 1))
+        image = layout.pack(_products(slope, zero, directions), batched=True)
+        matrix = image.transpose(0, 1).reshape(layout.rows, -1)[:, : layout.rows]
+        return Quadratic(matrix, -layout.pack(slope), spec, layout, count)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The leaves of w as one matrix; `axis` is the axis of every leaf that counts independent columns, None for a single column."""
+
+    leaves: list[Tensor]
+    axis: int | None
+
+    @property
+    def width(self) -> int:
+        return 1 if self.axis is None else self.leaves[0].shape[self.axis]
+
+    @property
+    def rows(self) -> int:
+        return sum(leaf.numel() for leaf in self.leaves) // self.width
+
+    def pack(self, parts: Sequence[Tensor], batched: bool = False) -> Tensor:
+        """The parts, shaped like the leaves, as a matrix; with `batched`, each has one more axis in front."""
+        blocks = []
+        for part in parts:
+            moved = part if self.axis in (None, -1) else part.movedim(1 if batched else 0, -1)
+            blocks.append(moved.reshape(*part.shape[:batched], -1, self.width))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
+
+    def unpack(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of `pack`, a batch axis in front kept."""
+        pieces = matrix.split([leaf.numel() // self.width for leaf in self.leaves], dim=-2)
+        batch = matrix.shape[:-2]
+        if self.axis in (None, -1):
+            return [piece.reshape(batch + leaf.shape) for piece, leaf in zip(pieces, self.leaves, strict=True)]
+        return [
+            piece.reshape(*batch, *leaf.shape[1:], self.width).movedim(-1, len(batch)) for piece, leaf in zip(pieces, self.leaves, strict=True)
+        ]
+
+
+def _products(slope: list[Tensor], points: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+    """Hessian products with a batch of directions, differentiable in whatever the slope depends on."""
+    heads = [(s, d) for s, d in zip(slope, directions, strict=True) if s.requires_grad]
+    outputs, cotangents = zip(*heads, strict=True)
+    count = len(directions[0])
+    if count == 1:
+        parts = torch.autograd.grad(outputs, points, [c[0] for c in cotangents], create_graph=True, allow_unused=True)
+        parts = tuple(None if g is None else g.unsqueeze(0) for g in parts)
+    else:
+        parts = torch.autograd.grad(outputs, points, cotangents, create_graph=True, allow_unused=True, is_grads_batched=True)
+    return [p.new_zeros((count, *p.shape)) if g is None else g for p, g in zip(points, parts, strict=True)]
+
+
+def _find_layout(process: Process) -> int | None:
+    """The axis along which w splits into independent columns with one and the same matrix, or None; refuses what is not quadratic."""
+    bound = process.bound
+    with torch.no_grad():
+        leaves, spec = trees.flatten(bound.start()[0])
+    points = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(points)))
+    if not any(part.requires_grad for part in slope):
+        raise BilevelError("Spectral needs a quadratic inner objective, but the gradient of this one does not depend on w. Use Reverse().")
+    probe = trees.from_vector(random_directions(1, trees.to_vector(leaves), seed=2)[0], leaves)
+    product = [part[0] for part in _products(slope, points, [part.unsqueeze(0) for part in probe])]
+    _refuse_unless_affine(process, spec, slope, probe, product)
+    for axis in (-1, 0):
+        sizes = {leaf.shape[axis] for leaf in leaves if leaf.ndim}
+        if all(leaf.ndim for leaf in leaves) and any(leaf.ndim > 1 for leaf in leaves) and len(sizes) == 1:
+            with torch.enable_grad():
+                quadratic = Quadratic.of(process, axis)
+            layout = quadratic.layout
+            expected = quadratic.matrix.detach() @ layout.pack(probe)
+            if torch.allclose(expected, layout.pack(product), rtol=1e-9, atol=1e-9 * float(expected.abs().max())):
+                return axis
+    return None
+
+
+def _refuse_unless_affine(process: Process, spec: trees.Spec, slope: list[Tensor], probe: list[Tensor], product: list[Tensor]) -> None:
+    """∇L(u) must equal ∇L(0) + A u for a direction that is not small."""
+    with torch.no_grad():
+        shifted = trees.leaves(gradient(process.bound.loss(1), spec.unflatten(probe)))
+        predicted = [s.detach() + p.detach() for s, p in zip(slope, product, strict=True)]
+        error = float(trees.norm(trees.subtract(shifted, predicted)) / (trees.norm(predicted) + trees.norm(shifted)).clamp_min(1e-300))
+    tolerance = 1e-9 if probe[0].dtype == torch.float64 else 1e-3
+    if not error <= tolerance:
+        raise BilevelError(
+            f"Spectral needs an inner objective that is quadratic in w, but the gradient of this one departs from linear by {error:.2g} (relative). "
+            "Use Reverse(), or Implicit() once the inner problem converges."
+        )
+
+
+def _constant_settings(process: Process) -> tuple[Any, Any]:
+    """The step size and momentum, which must be single numbers that do not change with t."""
+    dynamics = process.bound.dynamics
+    form = dynamics.heavy_ball_form(1)
+    if form is None:
+        raise BilevelError(f"Spectral knows gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with this dynamics.")
+    scheduled = any(callable(getattr(dynamics, f.name)) for f in fields(dynamics))
+    for t in process.times if scheduled else ():
+        if [float(x) for x in dynamics.heavy_ball_form(t) or ()] != [float(x) for x in form]:
+            raise BilevelError(f"Spectral needs settings that do not change with t, but they are {form} at step 1 and others at step {t}. Use Reverse().")
+    for name, value in zip(("lr", "momentum"), form, strict=True):
+        if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise BilevelError(f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() for a value per weight.")
+    return form

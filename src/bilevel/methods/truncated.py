@@ -1,0 +1,56 @@
+"""Reverse mode through the last k steps (Shaban et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.methods.base import EVERYTHING, Hypergradient, Method, Part
+from bilevel.methods.process import Process
+from bilevel.methods.reverse import Sweep
+
+
+@dataclass(frozen=True)
+class Truncated(Method):
+    """Algorithm 1 stopped after k of its T backward steps: memory for k iterates, an error that falls like the rate to the power k.
+
+    With k ≥ T it is `Reverse`.
+    """
+
+    k: int
+    exact: ClassVar[bool] = False
+
+    def check(self, process: Process) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise BilevelError(f"Truncated(k={self.k!r}) looks back over no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics.")
+
+    def sees(self, process: Process) -> frozenset[Part]:
+        return EVERYTHING if self.k >= process.steps else EVERYTHING - {"the start"}
+
+    def __call__(self, process: Process) -> Hypergradient:
+        bound, times = process.bound, process.times
+        window = times[max(0, len(times) - self.k) :]
+        with torch.no_grad():
+            state = bound.start()
+            for t in times[: len(times) - len(window)]:
+                state = bound.step(state, t)
+            states = [state]
+            for t in window:
+                states.append(bound.step(states[-1], t))
+        memory = trees.nbytes(states)
+        sweep = Sweep(process, states[-1])
+        sweep.through(states, window)
+        if len(window) == len(times):
+            sweep.through_start()
+        return self.result(
+            process, sweep.value, sweep.last, sweep.gradients, steps=process.steps, replayed=len(window), peak_memory=memory
+        )
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(3), cls(1000)]

@@ -1,0 +1,31 @@
+"""Reverse mode through the whole recorded run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bilevel import trees
+from bilevel.methods.base import Hypergradient, Method
+from bilevel.methods.process import Process
+
+
+@dataclass(frozen=True)
+class Unrolled(Method):
+    """Record all T steps in one autograd graph, then differentiate it.
+
+    The fastest way where the graph fits: memory grows with T times the activations of a step. `Reverse` computes the same number from the
+    iterates alone.
+    """
+
+    def __call__(self, process: Process) -> Hypergradient:
+        bound = process.bound
+        with torch.enable_grad():
+            state = bound.start()
+            for t in process.times:
+                state = bound.step(state, t)
+            value = bound.outer(state)
+        gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
+        memory = process.steps * process.findings.get("graph bytes", 0)
+        return self.result(process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory)

@@ -1,0 +1,1 @@
+"""Where tasks come from: minibatches by step number, hold-out splits, folds."""

@@ -1,0 +1,51 @@
+"""Minibatches as a pure function of the step number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """`Minibatches(data, size)(t)`: the batch of step t = 1, 2, …, shuffled anew every epoch, the same whenever it is asked for.
+
+    It is a tree whose leaves are the data, so `encode` can map all examples once and still feed minibatches:
+    `trees.map(features, task.train)` is again a `Minibatches`.
+
+    Args:
+        data: a tree of tensors whose first axis counts examples.
+        size: examples in a batch; the last batch of an epoch that does not divide evenly is filled from the next epoch.
+        seed: of the shuffles.
+
+    >>> batches = Minibatches((torch.arange(6), torch.arange(6) * 10), size=4, seed=1)
+    >>> bool((batches(2)[0] == batches(2)[0]).all()), tuple(batches(2)[1].shape)
+    (True, (4,))
+    """
+
+    data: Tree
+    size: int
+    seed: int = 0
+
+    def __call__(self, t: int) -> Tree:
+        count = len(trees.tensors(self.data)[0])
+        if not 1 <= self.size <= count:
+            raise BilevelError(f"Minibatches(size={self.size}) cannot be drawn from {count} examples; pass 1 ≤ size ≤ {count}.")
+        first = (t - 1) * self.size
+        epoch, offset = divmod(first, count)
+        order = self._order(epoch, count)[offset : offset + self.size]
+        if len(order) < self.size:
+            order = torch.cat([order, self._order(epoch + 1, count)[: self.size - len(order)]])
+        return trees.map(lambda leaf: leaf[order.to(leaf.device)], self.data)
+
+    def _order(self, epoch: int, count: int) -> torch.Tensor:
+        # Generators seeded with neighbouring numbers are independent enough for shuffling; the factor keeps runs with other seeds apart.
+        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+
+
+trees.register(Minibatches, ["data"])

@@ -1,0 +1,139 @@
+"""Pytree algebra: λ, w and batches are nested dicts, lists, tuples and dataclasses of tensors.
+
+Structure is `optree`'s; this module adds the little linear algebra that the methods need and one way to
+name a leaf for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+Tree: TypeAlias = Any
+Spec: TypeAlias = optree.PyTreeSpec
+NAMESPACE = "bilevel"
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Spec]:
+    """The leaves of `tree`, left to right, and the structure that puts them back."""
+    return optree.tree_flatten(tree, namespace=NAMESPACE)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
+def map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:  # noqa: A001 - read as trees.map
+    return optree.tree_map(function, tree, *others, namespace=NAMESPACE)
+
+
+def register(cls: type, fields: Sequence[str]) -> None:
+    """Make the dataclass `cls` a node: `fields` are its children, every other attribute is kept as it is."""
+
+    def unflatten(template: Any, children: Iterable[Any]) -> Any:
+        copy = object.__new__(cls)
+        copy.__dict__.update(template, **dict(zip(fields, children, strict=True)))
+        return copy
+
+    def split(node: Any) -> tuple[list[Any], _Same, tuple[str, ...]]:
+        rest = {name: value for name, value in vars(node).items() if name not in fields}
+        return [getattr(node, name) for name in fields], _Same(rest), tuple(fields)
+
+    optree.register_pytree_node(cls, split, unflatten, namespace=NAMESPACE)
+
+
+class _Same(dict[str, Any]):
+    """Settings that travel with a node; two nodes of a class have the same structure whatever these hold."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def paths(tree: Tree) -> list[str]:
+    """A name for every leaf, as one would write it in Python.
+
+    >>> paths({"a": 1, "b": (2, 3)})
+    ["['a']", "['b'][0]", "['b'][1]"]
+    """
+    accessors = optree.tree_accessors(tree, namespace=NAMESPACE)
+    return [accessor.codify("") for accessor in accessors]
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether `leaf` is something one can differentiate with respect to."""
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def detach(tree: Tree) -> Tree:
+    return map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def clone(tree: Tree) -> Tree:
+    return map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def scale(tree: Tree, factor: Any) -> Tree:
+    return map(lambda leaf: leaf * factor, tree)
+
+
+def add(left: Tree, right: Tree) -> Tree:
+    return map(torch.add, left, right)
+
+
+def subtract(left: Tree, right: Tree) -> Tree:
+    return map(torch.sub, left, right)
+
+
+def dot(left: Tree, right: Tree) -> Tensor:
+    """Σ ⟨aᵢ, bᵢ⟩ over all leaves."""
+    products = [torch.sum(a * b) for a, b in zip(leaves(left), leaves(right), strict=True)]
+    return torch.stack(products).sum() if products else torch.zeros(())
+
+
+def norm(tree: Tree) -> Tensor:
+    """The Euclidean norm of all leaves together."""
+    return dot(tree, tree).sqrt()
+
+
+def size(tree: Tree) -> int:
+    """How many numbers the tensors of `tree` hold."""
+    return sum(leaf.numel() for leaf in tensors(tree))
+
+
+def nbytes(tree: Tree) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors(tree))
+
+
+def all_finite(tree: Tree) -> bool:
+    return all(bool(torch.isfinite(leaf).all()) for leaf in tensors(tree) if is_variable(leaf))
+
+
+def to_vector(parts: Sequence[Tensor]) -> Tensor:
+    """One long vector, for the linear solvers."""
+    return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
+
+def from_vector(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `to_vector`; leading axes of `vector` (a batch of vectors) are kept."""
+    batch = vector.shape[:-1]
+    pieces = vector.split([part.numel() for part in like], dim=-1)
+    return [piece.reshape(batch + part.shape) for piece, part in zip(pieces, like, strict=True)]
+
+
+def describe(tree: Tree) -> str:
+    """Shapes and dtypes of a tree, in a form short enough for an error message."""
+    parts = []
+    for path, leaf in zip(paths(tree), leaves(tree), strict=True):
+        kind = f"{str(leaf.dtype)[6:]}{list(leaf.shape)} on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        parts.append(f"{path} {kind}".strip())
+    return ", ".join(parts[:6]) + (", …" if len(parts) > 6 else "") if parts else "nothing"
