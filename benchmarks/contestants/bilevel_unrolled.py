@@ -1,0 +1,9 @@
+"""All steps in one recorded graph."""
+
+import bilevel as bl
+from problems.in_bilevel import with_method
+
+LABEL = "Unrolled"
+GROUP = "bilevel"
+
+prepare = with_method(bl.Unrolled())

@@ -1,0 +1,51 @@
+"""The problems that are timed. All are float64, so that contestants can be held to the same hypergradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from harness.contract import Case
+
+
+def ridge(steps: int) -> Case:
+    """Appendix C of the paper: 30 training points, 30 features of which 5 carry signal, and a log L2 coefficient for each feature."""
+    rng = np.random.default_rng(0)
+    truth = np.zeros(30)
+    truth[:5] = rng.normal(size=5)
+    inputs = rng.normal(size=(60, 30))
+    targets = inputs @ truth + 0.1 * rng.normal(size=60)
+    lam = rng.normal(size=30) * 0.5
+    curvature = 2 * np.linalg.eigvalsh(inputs[:30].T @ inputs[:30] + np.diag(np.exp(lam)))[-1]
+    train, val = [inputs[:30], targets[:30]], [inputs[30:], targets[30:]]
+    return Case(f"ridge-T{steps}", "ridge", [lam], [np.zeros(30)], train, val, 1 / curvature, steps)
+
+
+def network(steps: int, *, per_weight: bool = True) -> Case:
+    """A 100 → 64 → 10 tanh network on a batch of 128, with a log L2 coefficient for each weight, or for each of the two layers."""
+    rng = np.random.default_rng(1)
+    shapes = [(64, 100), (64,), (10, 64), (10,)]
+    start = [rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) > 1 else np.zeros(shape) for shape in shapes]
+    centres = rng.normal(size=(10, 100))
+    labels = rng.integers(10, size=256)
+    inputs = centres[labels] + 2 * rng.normal(size=(256, 100))
+    lam = [np.full(shape if per_weight else (), -6.0) for shape in (shapes[0], shapes[2])]
+    train, val = [inputs[:128], labels[:128]], [inputs[128:], labels[128:]]
+    return Case(f"network-T{steps}" + ("" if per_weight else "-layers"), "network", lam, start, train, val, 0.05, steps)
+
+
+def shared_ridge(groups: int, steps: int) -> Case:
+    """A ridge problem whose w always has 4096 numbers, penalised by 1, 8, 64 or 512 coefficients that broadcast over it.
+
+    Only the size of λ changes from one case to the next, which is what its cost should be held against.
+    """
+    shape = {1: (1, 1, 1), 8: (8, 1, 1), 64: (8, 8, 1), 512: (8, 1, 64)}[groups]
+    rng = np.random.default_rng(2)
+    inputs, targets = rng.normal(size=(8, 32, 8)), rng.normal(size=(8, 32, 64))
+    train, val = [inputs[:, :16], targets[:, :16]], [inputs[:, 16:], targets[:, 16:]]
+    return Case(f"shared-ridge-{groups}", "ridge", [rng.normal(size=shape) * 0.1], [np.zeros((8, 8, 64))], train, val, 0.01, steps)
+
+
+def with_steps(case: Case, steps: int) -> Case:
+    return replace(case, name=case.name.replace(f"T{case.steps}", f"T{steps}"), steps=steps)

@@ -1,0 +1,49 @@
+"""What the runner and the contestants agree on. It imports numpy only, because every peer's environment loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Computes the hypergradient once, from scratch, and returns it leaf by leaf; this call is what is timed.
+Run = Callable[[], Sequence[Any]]
+
+
+class Unavailable(Exception):  # noqa: N818 - it is an answer, not a failure
+    """A contestant raises it from `prepare` to say that it does not take part in this case, and why."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bilevel problem with all its numbers: `kind` names the objectives, `steps` is T, `lr` the constant step of gradient descent."""
+
+    name: str
+    kind: str
+    lam: list[np.ndarray]
+    start: list[np.ndarray]
+    train: list[np.ndarray]
+    val: list[np.ndarray]
+    lr: float
+    steps: int
+
+    def save(self, folder: Path) -> Path:
+        path = folder / f"{self.name}.npz"
+        groups = {"lam": self.lam, "start": self.start, "train": self.train, "val": self.val}
+        arrays = {f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)}
+        np.savez(path, kind=self.kind, lr=self.lr, steps=self.steps, **arrays)
+        return path
+
+    @staticmethod
+    def load(path: Path) -> Case:
+        with np.load(path) as stored:
+
+            def group(name: str) -> list[np.ndarray]:
+                return [stored[f"{name}/{index}"] for index in range(sum(key.startswith(f"{name}/") for key in stored.files))]
+
+            return Case(
+                path.stem, str(stored["kind"]), group("lam"), group("start"), group("train"), group("val"), float(stored["lr"]), int(stored["steps"])
+            )

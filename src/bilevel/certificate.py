@@ -1,0 +1,347 @@
+"""What the theory lets us say about this T, from what was computed: Theorem 3.2 and Remark 3.3 made practical."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import DynamicsLike
+from bilevel.errors import BilevelError, BilevelWarning, Outcome
+from bilevel.hypergradients import hypergradient
+from bilevel.linear_solvers.cg import CG
+from bilevel.linear_solvers.lanczos import lanczos
+from bilevel.methods.base import Method
+from bilevel.methods.checks import check_arguments, check_process
+from bilevel.methods.curvature import contraction_rate, hessian, step_limit
+from bilevel.methods.diagnosis import explain_divergence
+from bilevel.methods.implicit import Implicit
+from bilevel.methods.process import Process
+from bilevel.methods.unrolled import Unrolled
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far w_T and f_T(λ) can be from their limits w_λ and f(λ).
+
+    Attributes:
+        steps: T.
+        value: f_T(λ).
+        gradient_norm: ‖∇L(w_T)‖, or ‖w_T − Φ(w_T)‖/lr for proximal dynamics.
+        mu: the smallest curvature of L, found at w_T by Lanczos or given by the user.
+        nu: the largest.
+        rate: factor by which the distance to w_λ shrinks per step of this dynamics; None where no theory gives one.
+        best_rate: (ν − μ)/(ν + μ), that of gradient descent with the best constant step (Remark 3.3).
+        step_size: the step size in use, and
+        step_limit: the largest one that converges at this ν (2/ν for gradient descent); None where unknown.
+        inner_distance: a bound on ‖w_T − w_λ‖; infinite where none applies.
+        value_gap: a bound on |f_T(λ) − f(λ)|; infinite where none applies.
+        hypergradient_error: estimated ‖g − ∇f(λ)‖ for the g of the `method` that was passed, and
+        hypergradient_relative: the same over ‖∇f(λ)‖.
+        residual: relative residual of that method's linear system, if it solves one.
+        outcome: a sentence that says what the bounds rest on, or why there are none.
+    """
+
+    steps: int
+    value: float
+    gradient_norm: float
+    mu: float
+    nu: float
+    rate: float | None
+    best_rate: float
+    step_size: float | None
+    step_limit: float | None
+    inner_distance: float
+    value_gap: float
+    outcome: Outcome
+    hypergradient_error: float | None = None
+    hypergradient_relative: float | None = None
+    residual: float | None = None
+    search: Callable[[float, int], int] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def applies(self) -> bool:
+        """Whether μ > 0, so that the bounds mean anything."""
+        return math.isfinite(self.inner_distance)
+
+    @property
+    def step_ok(self) -> bool | None:
+        """Whether the step size lies below its limit; None where none is known."""
+        return None if self.step_size is None or self.step_limit is None else self.step_size < self.step_limit
+
+    def smallest_steps(self, gap: float, limit: int = 100_000) -> int:
+        """The smallest T for which |f_T(λ) − f(λ)| ≤ gap is certified.
+
+        The dynamics is run, at most `limit` steps, and the bound on the distance to w_λ followed until it is small enough.
+        """
+        if not gap > 0:
+            raise BilevelError(f"smallest_steps(gap={gap}) cannot be reached by a finite T; pass gap > 0.")
+        if self.search is None or not self.applies:
+            raise BilevelError(f"No number of steps can be certified: {self.outcome}")
+        return self.search(gap, limit)
+
+    def __str__(self) -> str:
+        lines = [
+            f"Certificate for T = {self.steps}: f_T(λ) = {self.value:.6g}",
+            f"  ‖∇L(w_T)‖ = {self.gradient_norm:.3g}, curvature of L in [μ, ν] = [{self.mu:.3g}, {self.nu:.3g}]",
+        ]
+        if self.step_size is not None and self.step_limit is not None:
+            lines.append(f"  step size {self.step_size:.3g} {'<' if self.step_ok else '≥'} its limit {self.step_limit:.3g}")
+        if self.rate is not None:
+            lines.append(f"  contraction {self.rate:.6f} per step (the best constant step would give {self.best_rate:.6f})")
+        lines += [f"  ‖w_T − w_λ‖ ≤ {self.inner_distance:.3g}", f"  |f_T(λ) − f(λ)| ≤ {self.value_gap:.3g}"]
+        if self.residual is not None:
+            lines.append(f"  linear system solved to a relative residual of {self.residual:.2g}")
+        if self.hypergradient_error is not None:
+            lines.append(f"  hypergradient within {self.hypergradient_error:.3g} of ∇f(λ) (relative {self.hypergradient_relative:.3g})")
+        return "\n".join([*lines, f"  {self.outcome}"])
+
+
+def certify(
+    problem: Problem,
+    lam: Tree,
+    task: Task | Sequence[Task],
+    *,
+    dynamics: DynamicsLike,
+    steps: int,
+    method: Method | None = None,
+    mu: float | None = None,
+    products: int = 200,
+    start: Tree | None = None,
+) -> Certificate:
+    """Bound ‖w_T − w_λ‖ and |f_T(λ) − f(λ)| a posteriori.
+
+    For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. That is applied not at w_T but at the point u that Newton's method
+    reaches from there, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is nearly the distance itself. The bound on f follows from
+    |E(w_T) − E(u)| and the slope and curvature of E at u.
+
+    Args:
+        problem, lam, task, dynamics, steps, start: as for `hypergradient`; for a list of tasks the worst case is reported.
+        method: also estimate how far this method's hypergradient is from ∇f(λ).
+        mu: a known modulus of strong convexity, the strength of an L2 term say. Without it μ is the smallest curvature at w_T, which is exact for a
+            quadratic and an assumption otherwise.
+        products: Hessian products spent on μ and ν.
+
+    Warns:
+        BilevelWarning: if the step size lies above its limit.
+    """
+    tasks = check_arguments(problem, lam, task, steps)
+    certificates = [_certify(Process(problem, lam, one, dynamics, steps, start), method, mu, products) for one in tasks]
+    result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
+    if result.step_ok is False:
+        warnings.warn(
+            f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges when the curvature reaches ν = {result.nu:.4g}; "
+            "the iterates will not settle there. Use a smaller step.",
+            BilevelWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def _certify(process: Process, method: Method | None, mu: float | None, products: int) -> Certificate:
+    bound = process.bound
+    if callable(bound.task.train):
+        raise BilevelError(
+            "A certificate is about one inner objective, but task.train is a function of t. Certify on the whole training set: "
+            "Task(train=all_of_it, val=…)."
+        )
+    check_process(process, Unrolled())
+    state = process.run()
+    if not trees.all_finite(state):
+        explain_divergence(process)
+    w, t = state[0], max(process.times.stop - 1, 1)
+    loss = bound.loss(t)
+    slope, operator = hessian(loss, w)
+    spectrum = lanczos(operator, slope, products)
+    nu, smallest = spectrum.largest, spectrum.smallest if mu is None else mu
+    limit = step_limit(bound.dynamics, nu, t)
+    with torch.no_grad():
+        value = float(bound.outer(state))
+    certificate = {
+        "steps": process.steps,
+        "value": value,
+        "gradient_norm": float(slope.norm()),
+        "mu": smallest,
+        "nu": nu,
+        "rate": contraction_rate(bound.dynamics, smallest, nu, t),
+        "best_rate": (nu - smallest) / (nu + smallest) if nu + smallest > 0 else 1.0,
+        "step_size": None if limit is None else limit[0],
+        "step_limit": None if limit is None else limit[1],
+    }
+    # A curvature that is zero up to rounding must not be divided by.
+    if not smallest > 1e2 * torch.finfo(slope.dtype).eps * max(nu, 0.0):
+        sentence = (
+            f"No bound: the smallest curvature of the inner objective is μ = {smallest:.3g}, not positive, so it is not strongly convex at w_T and Theorem 3.2 does not "
+            "apply. Add an L2 term to the inner objective, or pass mu=… if you know better."
+        )
+        return Certificate(**certificate, inner_distance=math.inf, value_gap=math.inf, outcome=Outcome("failed", sentence))
+
+    limits = _proximal_reference(process, w, t, smallest, nu) or _newton_reference(process, w, t, smallest)
+    certificate["gradient_norm"] = limits.gradient_norm
+    errors = _hypergradient_error(process, method, limits)
+    origin = "given" if mu is not None else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
+    sentence = f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({origin}) between w_T and w_λ; on a quadratic it does."
+    return Certificate(
+        **certificate,
+        inner_distance=limits.distance(w),
+        value_gap=limits.value_gap(w, value),
+        outcome=Outcome("finished", sentence),
+        search=limits.smallest_steps,
+        **errors,
+    )
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A point u with ‖u − w_λ‖ ≤ radius, and what is needed of E there."""
+
+    process: Process
+    u: Tree
+    radius: float
+    gradient_norm: float
+    outer_value: float
+    outer_slope: float
+    outer_curvature: float
+
+    @property
+    def slack(self) -> float:
+        """A bound on |E(u) − f(λ)|, rounding included."""
+        rounding = 16 * torch.finfo(trees.leaves(self.u)[0].dtype).eps * abs(self.outer_value)
+        return self.outer_slope * self.radius + 0.5 * self.outer_curvature * self.radius**2 + rounding
+
+    def distance(self, w: Tree) -> float:
+        return float(trees.norm(trees.subtract(w, self.u))) + self.radius
+
+    def value_gap(self, w: Tree, value: float) -> float:
+        return abs(value - self.outer_value) + self.slack
+
+    def smallest_steps(self, gap: float, limit: int) -> int:
+        if self.slack > gap:
+            raise BilevelError(f"A gap of {gap:.3g} cannot be certified: the minimiser itself is known only to ±{self.slack:.3g} in f. Use float64, or a larger gap.")
+        bound = self.process.bound
+        with torch.no_grad():
+            state = bound.start()
+            for t in range(limit + 1):
+                away = float(trees.norm(trees.subtract(state[0], self.u)))
+                if self.outer_slope * away + 0.5 * self.outer_curvature * away**2 + self.slack <= gap:
+                    return t
+                state = bound.step(state, t + 1)
+        raise BilevelError(f"The gap {gap:.3g} is not certified after {limit} steps. Pass a larger limit=…, or a larger step size if the certificate allows it.")
+
+
+def _reference(process: Process, u: Tree, radius: float, gradient_norm: float) -> _Reference:
+    bound = process.bound
+
+    def outer(w: Tree) -> Tensor:
+        return bound.outer((w, ()))
+
+    slope, operator = hessian(outer, u)
+    spectrum = lanczos(operator, slope, 50)
+    curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
+    with torch.no_grad():
+        value = float(outer(u))
+    return _Reference(process, u, radius, gradient_norm, value, float(slope.norm()), curvature)
+
+
+def _newton_reference(process: Process, w: Tree, t: int, mu: float) -> _Reference:
+    """Newton's method from w_T, as long as it makes ∇L smaller."""
+    loss = process.bound.loss(t)
+    points, spec = trees.flatten(w)
+    slope, operator = hessian(loss, w)
+    first = best = float(slope.norm())
+    u = w
+    for _ in range(5):
+        if best == 0:
+            break
+        try:
+            step = CG(tol=1e-12).solve(operator, slope).x
+        except BilevelError:
+            break
+        candidate = trees.subtract(u, spec.unflatten(trees.from_vector(step, points)))
+        slope, operator = hessian(loss, candidate)
+        reached = float(slope.norm())
+        if not reached < best:
+            break
+        u, previous, best = candidate, best, reached
+        if best > 0.5 * previous or best < 1e-13 * first:
+            break
+    return _reference(process, u, best / mu, first)
+
+
+def _proximal_reference(process: Process, w: Tree, t: int, mu: float, nu: float) -> _Reference | None:
+    """For proximal dynamics: run its plain step on from w_T, which contracts by q, until ‖u − Φ(u)‖/(1 − q) is small."""
+    bound = process.bound
+    with torch.no_grad():
+        after = bound.dynamics.stationary_step(bound.loss(t), w, t)
+        if after is None:
+            return None
+        lr = float(getattr(bound.dynamics, "lr", 1.0)) if not callable(getattr(bound.dynamics, "lr", 1.0)) else float(bound.dynamics.lr(t))
+        factor = max(abs(1 - lr * mu), abs(1 - lr * nu))
+        if factor >= 1:
+            return _Reference(process, w, math.inf, math.inf, 0.0, 1.0, 1.0)
+        first = move = float(trees.norm(trees.subtract(after, w)))
+        u = w
+        for _ in range(100_000):
+            if move <= 1e-13 * max(first, float(trees.norm(u))):
+                break
+            u = after
+            after = bound.dynamics.stationary_step(bound.loss(t), u, t)
+            move = float(trees.norm(trees.subtract(after, u)))
+    return _reference(process, u, move / (1 - factor), first / lr)
+
+
+def _hypergradient_error(process: Process, method: Method | None, limits: _Reference) -> dict[str, float | None]:
+    """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to the tiny radius."""
+    if method is None:
+        return {}
+    found = hypergradient(process.problem, process.lam, process.task, dynamics=process.source, steps=process.steps, method=method, start=process.start)
+    at_limit = Process(process.problem, process.lam, process.task, process.source, 0, start=limits.u, allow_unused=True)
+    exact = Implicit()(at_limit)
+    error = float(trees.norm(trees.subtract(found.grad, exact.grad)))
+    scale = float(trees.norm(exact.grad))
+    return {
+        "hypergradient_error": error,
+        "hypergradient_relative": error / scale if scale > 0 else math.inf,
+        "residual": found.stats.residual,
+    }
+
+
+def _worst(certificates: list[Certificate]) -> Certificate:
+    """One certificate for the mean over tasks: means of values and gaps, the worst of everything else."""
+    failed = [c for c in certificates if not c.applies]
+    first = (failed or certificates)[0]
+    count = len(certificates)
+
+    def search(gap: float, limit: int) -> int:
+        return max(c.smallest_steps(gap, limit) for c in certificates)
+
+    def largest(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return max(known) if known else None
+
+    limits = [c.step_limit for c in certificates if c.step_limit is not None]
+    return Certificate(
+        steps=first.steps,
+        value=sum(c.value for c in certificates) / count,
+        gradient_norm=max(c.gradient_norm for c in certificates),
+        mu=min(c.mu for c in certificates),
+        nu=max(c.nu for c in certificates),
+        rate=largest([c.rate for c in certificates]),
+        best_rate=max(c.best_rate for c in certificates),
+        step_size=largest([c.step_size for c in certificates]),
+        step_limit=min(limits) if limits else None,
+        inner_distance=max(c.inner_distance for c in certificates),
+        value_gap=sum(c.value_gap for c in certificates) / count,
+        outcome=first.outcome,
+        hypergradient_error=largest([c.hypergradient_error for c in certificates]),
+        hypergradient_relative=largest([c.hypergradient_relative for c in certificates]),
+        residual=largest([c.residual for c in certificates]),
+        search=search,
+    )
