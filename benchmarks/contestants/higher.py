@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+import higher
 import torch
 from torch import nn
 
-import higher
 from harness.contract import Case, Run
 from problems.in_torch import in_torch
 

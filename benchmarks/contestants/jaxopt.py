@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import jax
-
 import jaxopt
+
 from harness.contract import Case, Run
 from problems.in_jax import in_jax
 

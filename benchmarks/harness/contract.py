@@ -13,7 +13,7 @@ import numpy as np
 Run = Callable[[], Sequence[Any]]
 
 
-class Unavailable(Exception):  # noqa: N818 - it is an answer, not a failure
+class Unavailable(Exception):
     """A contestant raises it from `prepare` to say that it does not take part in this case, and why."""
 
 
@@ -44,6 +44,4 @@ class Case:
             def group(name: str) -> list[np.ndarray]:
                 return [stored[f"{name}/{index}"] for index in range(sum(key.startswith(f"{name}/") for key in stored.files))]
 
-            return Case(
-                path.stem, str(stored["kind"]), group("lam"), group("start"), group("train"), group("val"), float(stored["lr"]), int(stored["steps"])
-            )
+            return Case(path.stem, str(stored["kind"]), group("lam"), group("start"), group("train"), group("val"), float(stored["lr"]), int(stored["steps"]))

@@ -55,8 +55,8 @@ class TorchOptim(Dynamics):
                 # Some classes rescale the gradient they are given in place.
                 parameter.grad = grad.clone()
                 if old:
-                    optimizer.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in old.items()}
-            with _SmoothRoot():
+                    optimizer.state[parameter] = {k: _own(k, v) for k, v in old.items()}
+            with _Differentiable():
                 optimizer.step()
         except (TypeError, ValueError) as error:
             raise BilevelError(
@@ -72,17 +72,30 @@ class TorchOptim(Dynamics):
         return [cls(torch.optim.SGD, lr=0.2, momentum=0.9), cls(torch.optim.Adam, lr=0.1), cls(torch.optim.Adagrad, lr=0.3)]
 
 
+def _own(key: str, value: Any) -> Any:
+    """A copy of an entry of the state that the optimiser may write to; the count of steps is a tensor too, but no variable."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone() if key == "step" else value.clone()
+
+
 def _detached_unless_recording(value: Any) -> Any:
     # `Optimizer.step` records by itself, also where gradients are switched off around it.
     return value.detach() if isinstance(value, Tensor) and not torch.is_grad_enabled() else value
 
 
-class _SmoothRoot(TorchFunctionMode):
-    """Inside it, the adaptive optimisers' square roots are differentiable at 0, as those of our own dynamics are."""
+class _Differentiable(TorchFunctionMode):
+    """Inside it, two things that `differentiable=True` leaves undone are done.
+
+    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; and SGD's first momentum buffer, which torch cuts out of
+    the graph, stays in it.
+    """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.sqrt, Tensor.sqrt, Tensor.sqrt_) and trees.is_variable(args[0]):
-            if func is Tensor.sqrt_:
-                return args[0].copy_(root(args[0].clone()))
+        if func is Tensor.detach:
+            return args[0]
+        if func in (torch.sqrt, Tensor.sqrt) and trees.is_variable(args[0]):
             return root(args[0])
+        if func is Tensor.sqrt_ and trees.is_variable(args[0]):
+            return args[0].copy_(root(args[0].clone()))
         return func(*args, **(kwargs or {}))

@@ -18,19 +18,16 @@ class Nystrom(LinearSolver):
     """x = (Â + damping·I)⁻¹ b with Â = U diag(s) Uᵀ, a rank-`rank` approximation of A from as many products.
 
     An inverse in its own right where A is a low-rank matrix plus damping·I, as the Hessian of a wide model with weight decay `damping`
-    nearly is; its residual says whether that was so. With `refine` > 0 that many steps of iterative refinement follow. As a preconditioner:
-    `CG(preconditioner=Nystrom(rank=50))`.
+    nearly is; its residual says whether that was so. Elsewhere use it as a preconditioner: `CG(preconditioner=Nystrom(rank=50))`.
 
     Args:
         rank: products spent on the sketch.
         damping: the eigenvalue that directions outside the sketch are given; None takes the sketch's smallest.
-        refine: steps x ← x + (Â + damping·I)⁻¹(b − A x).
         seed: of the Gaussian sketch.
     """
 
     rank: int = 20
     damping: float | None = None
-    refine: int = 0
     seed: int = 0
 
     def inverse(self, operator: Operator, like: Tensor) -> Callable[[Tensor], Tensor]:
@@ -76,12 +73,10 @@ class Nystrom(LinearSolver):
         operator = as_operator(matvec)
         invert = self.inverse(operator, b)
         x = invert(b) if x0 is None else x0 + invert(b - operator(x0))
-        for _ in range(self.refine):
-            x = x + invert(b - operator(x))
         residual = relative(b - operator(x), b)
-        products = min(self.rank, b.numel()) + self.refine + 1 + (x0 is not None)
+        products = min(self.rank, b.numel()) + 1 + (x0 is not None)
         return LinearSolution(x, residual, products, residual < 1.0)
 
     @classmethod
     def examples(cls) -> list[Self]:
-        return [cls(rank=12), cls(rank=6, damping=1.0, refine=200)]
+        return [cls(rank=12)]

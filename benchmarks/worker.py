@@ -1,0 +1,92 @@
+"""One contestant as a process: `python worker.py contestants/NAME.py` answers requests, one JSON object per line.
+
+    {"do": "hello", "packages": [...]}        → {"versions": {...}}
+    {"do": "load", "case": "path.npz"}        → {"first": seconds, "warm": seconds}, or {"unavailable": "why"}
+    {"do": "run", "case": "name", "times": k} → {"seconds": [...], "gradient": [...]}
+
+`first` is the first call, compilation included; the answers of a failed request carry "error".
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.contract import Case, Run, Unavailable
+
+
+def load_contestant(path: Path) -> Callable[[Case], Run]:
+    """The contestant's `prepare`; loaded by path, because a contestant may bear the name of the package it imports."""
+    spec = importlib.util.spec_from_file_location(f"contestant_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.prepare
+
+
+def timed(run: Run) -> tuple[float, Any]:
+    began = time.perf_counter()
+    result = run()
+    return time.perf_counter() - began, result
+
+
+class Answers:
+    """The requests, one method each."""
+
+    def __init__(self, prepare: Callable[[Case], Run]) -> None:
+        self.prepare = prepare
+        self.runs: dict[str, Run] = {}
+
+    def hello(self, packages: list[str]) -> dict[str, Any]:
+        return {"versions": {name: importlib.metadata.version(name) for name in packages}}
+
+    def load(self, case: str) -> dict[str, Any]:
+        began = time.perf_counter()
+        try:
+            run = self.prepare(Case.load(Path(case)))
+            run()
+        except Unavailable as reason:
+            return {"unavailable": str(reason)}
+        first = time.perf_counter() - began
+        self.runs[Path(case).stem] = run
+        return {"first": first, "warm": min(timed(run)[0] for _ in range(3))}
+
+    def run(self, case: str, times: int) -> dict[str, Any]:
+        gc.collect()
+        seconds = []
+        for _ in range(times):
+            elapsed, result = timed(self.runs[case])
+            seconds.append(elapsed)
+        gradient = np.concatenate([np.asarray(leaf).ravel() for leaf in result])
+        return {"seconds": seconds, "gradient": gradient.tolist()}
+
+
+def main() -> None:
+    # Whatever a library prints goes to stderr; the pipe carries answers only.
+    pipe = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answers: Answers | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answers = answers or Answers(load_contestant(Path(sys.argv[1])))
+            reply = getattr(answers, request.pop("do"))(**request)
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=pipe, flush=True)
+
+
+if __name__ == "__main__":
+    main()
