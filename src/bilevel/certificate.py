@@ -213,11 +213,13 @@ class _Reference:
     @property
     def slack(self) -> float:
         """A bound on |E(u) − f(λ)|, rounding included."""
-        rounding = 16 * torch.finfo(trees.leaves(self.u)[0].dtype).eps * abs(self.outer_value)
-        return self.outer_slope * self.radius + 0.5 * self.outer_curvature * self.radius**2 + rounding
+        return self.outer_slope * self.radius + 0.5 * self.outer_curvature * self.radius**2 + self._rounding(abs(self.outer_value))
+
+    def _rounding(self, size: float) -> float:
+        return 16 * torch.finfo(trees.leaves(self.u)[0].dtype).eps * size
 
     def distance(self, w: Tree) -> float:
-        return float(trees.norm(trees.subtract(w, self.u))) + self.radius
+        return float(trees.norm(trees.subtract(w, self.u))) + self.radius + self._rounding(float(trees.norm(w)))
 
     def value_gap(self, w: Tree, value: float) -> float:
         return abs(value - self.outer_value) + self.slack

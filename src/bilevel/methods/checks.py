@@ -110,7 +110,7 @@ def _check_sampler(process: Process) -> None:
             f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay steps, so a sampler with hidden "
             "state makes them wrong. Draw the batch from t, for example with torch.Generator().manual_seed(t), or use bilevel.Minibatches(data, size)."
         )
-    if any(leaf.requires_grad for leaf in trees.tensors(one)):
+    if reached(trees.leaves(one), process.variables[: process.outer_count]):
         raise BilevelError(
             "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient would be lost. "
             "Let train be a bilevel.Minibatches over the encoded data, or a batch."
@@ -156,7 +156,7 @@ def _check_objectives(process: Process, state: Any) -> None:
             )
         if not bool(torch.isfinite(value)):
             _refuse_non_finite_batch(name, batch)
-            raise DivergenceError(f"{name} is {float(value)} at the start w_0, although λ, w_0 and the data are finite. Check it for log(0), 0/0 or overflow.", step=0)
+            raise DivergenceError(f"{name} is {value.item()} at the start w_0, although λ, w_0 and the data are finite. Check it for log(0), 0/0 or overflow.", step=0)
 
 
 def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
@@ -206,6 +206,9 @@ def _check_step(process: Process, state: Any) -> None:
 def _check_reach(process: Process, method: Method, state: Any) -> None:
     """Every leaf of λ must reach the outer objective, and by a way that the method sees."""
     seen = method.sees(process)
+    if process.previous is not None and process.previous.tangents is None:
+        # A continued run remembers its start only in tangents, which forward mode carries along.
+        seen -= {"the start"}
     reach = _reach(process, state)
     paths = trees.paths(process.lam)
     for index, path in enumerate(paths):
@@ -223,7 +226,8 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
             )
         if not process.allow_unused:
             raise BilevelError(
-                f"λ{path} reaches neither the inner nor the outer objective, so its gradient would be zero for ever. Remove it from λ, use it, "
+                f"λ{path} reaches neither the inner nor the outer objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
+                "gradient would be zero for ever. Remove it from λ, use it, "
                 "or pass allow_unused=True. (A .detach(), .item() or torch.no_grad() on the way cuts it off too.)"
             )
 
@@ -241,8 +245,8 @@ def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
                 reach[part] |= process.reached_by_encoded(index - process.outer_count)
 
     with torch.enable_grad():
-        if process.start is None and process.previous is None:
-            note("the start", bound.start())
+        if process.start is None:
+            note("the start", process.problem.init(bound.lam))
         note("the outer objective", bound.outer(state))
         wanted = set(range(process.outer_count))
         for t in process.times:

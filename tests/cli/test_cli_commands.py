@@ -1,0 +1,168 @@
+"""The command line: what it prints, how it fails, and that it starts without torch."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import bilevel
+from bilevel.cli import build
+from bilevel.experiments import ridge
+
+RUNNER = CliRunner()
+TINY = ["--set", "seeds=1", "--set", "iterations=2", "--set", "steps=10"]
+
+
+def call(*arguments, **options):
+    return RUNNER.invoke(build(), [str(argument) for argument in arguments], **options)
+
+
+def python(*arguments):
+    environment = {key: value for key, value in os.environ.items() if key != "BILEVEL_DEBUG"}
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment | {"PYTHONIOENCODING": "utf-8"})
+
+
+def test_version_and_help():
+    assert call("--version").stdout == f"bilevel {bilevel.__version__}\n"
+    shown = call("--help")
+    assert shown.exit_code == 0
+    for command in ("run", "list", "demo"):
+        assert f"  {command} " in shown.stdout
+    for option in ("--quick", "--set", "--seed", "--out"):
+        assert option in call("run", "--help").stdout
+
+
+def test_list_names_the_experiments_and_their_place_in_the_paper():
+    lines = call("list").stdout.splitlines()
+    assert any(line.startswith("ridge") and "Table 5 (Appendix C)" in line and "Ridge regression" in line for line in lines)
+    assert any(line.startswith("figure-1") and "Figure 1" in line for line in lines)
+    assert any(line.startswith("figure-2") and "Figure 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("room", "names"), [("dynamics", ["GradientDescent", "HeavyBall"]), ("methods", ["Reverse", "Spectral"]), ("solvers", ["CG"]), ("constraints", ["Box"])]
+)
+def test_list_of_a_room_is_what_discovery_finds(room, names):
+    lines = call("list", room).stdout.splitlines()
+    for name in names:
+        assert any(line.split()[0] == name and len(line.split()) > 2 for line in lines)
+
+
+def test_list_of_an_experiment_shows_its_settings():
+    shown = call("list", "ridge").stdout
+    assert "iterations" in shown and "10,50,100,250" in shown and "whole number" in shown
+
+
+def test_list_of_something_unknown():
+    failed = call("list", "method")
+    assert failed.exit_code == 2 and "Did you mean 'methods'?" in failed.stderr
+
+
+def test_run_prints_the_table_and_where_everything_is(tmp_path):
+    done = call("run", "ridge", *TINY, "--seed", 3, "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    for text in ("43.49", "exact", "the paper leaves open", "Adam", str(tmp_path / "ridge" / "ridge.png")):
+        assert text.lower() in done.stdout.lower()
+    written = json.loads((tmp_path / "ridge" / "result.json").read_text(encoding="utf-8"))
+    assert written["seed"] == 3 and written["settings"]["steps"] == [10]
+    assert written["command"] == "bilevel run ridge --set seeds=1 --set iterations=2 --set steps=10 --seed 3"
+
+
+def test_the_command_in_the_record_gives_the_same_numbers(tmp_path):
+    call("run", "figure-2", "--quick", "--seed", 5, "--out", tmp_path / "a")
+    first = json.loads((tmp_path / "a" / "figure-2" / "result.json").read_text(encoding="utf-8"))
+    again = call(*first["command"].split()[1:], "--out", tmp_path / "b")
+    assert again.exit_code == 0
+    assert json.loads((tmp_path / "b" / "figure-2" / "result.json").read_text(encoding="utf-8"))["numbers"] == first["numbers"]
+
+
+def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, monkeypatch):
+    from bilevel.cli import demo
+
+    monkeypatch.setattr(demo, "DEMO", {"seeds": "1", "iterations": "2"})
+    done = call("demo", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert "11.35" in done.stdout and str(tmp_path / "demo" / "ridge.png") in done.stdout
+    assert (tmp_path / "demo" / "ridge.png").exists() and not (tmp_path / "ridge").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (["run", "rigde"], ["no experiment 'rigde'", "Did you mean 'ridge'?", "figure-1"]),
+        (["run", "ridge", "--set", "iteration=3"], ["no setting 'iteration'", "Did you mean 'iterations'?", "outer_lr=1.0"]),
+        (["run", "ridge", "--set", "iterations=many"], ["iterations is a whole number (int)", "iterations=300"]),
+        (["run", "ridge", "--set", "iterations"], ["key=value"]),
+        (["run", "ridge", "--set", "step_scale=3"], ["0 < η < 2/ν"]),
+    ],
+)
+def test_what_the_user_can_mend_is_one_message_and_exit_code_2(tmp_path, arguments, messages):
+    failed = call(*arguments, "--out", tmp_path)
+    assert failed.exit_code == 2
+    assert failed.stderr.startswith("Error: ") and "Traceback" not in failed.output and failed.stdout == ""
+    for message in messages:
+        assert message in failed.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_out_path_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    failed = call("run", "ridge", "--out", tmp_path / "file")
+    assert failed.exit_code == 2 and "cannot be written" in failed.stderr and "--out DIR" in failed.stderr
+
+
+@pytest.mark.parametrize(("before", "environment"), [(["--debug"], {}), ([], {"BILEVEL_DEBUG": "1"})])
+def test_debug_shows_where_it_happened(before, environment):
+    failed = call(*before, "run", "rigde", env=environment)
+    assert isinstance(failed.exception, bilevel.BilevelError)
+
+
+def test_ctrl_c_ends_with_130_and_keeps_earlier_results(tmp_path, monkeypatch):
+    assert call("run", "ridge", *TINY, "--out", tmp_path).exit_code == 0
+    before = (tmp_path / "ridge" / "result.json").read_bytes()
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ridge, "fit", interrupted)
+    stopped = call("run", "ridge", "--out", tmp_path)
+    assert stopped.exit_code == 130 and "Interrupted" in stopped.stderr and "Traceback" not in stopped.output
+    assert (tmp_path / "ridge" / "result.json").read_bytes() == before
+    assert not [file for file in (tmp_path / "ridge").iterdir() if file.name.startswith(".")]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list"], ["run", "--help"], ["run", "rigde"]])
+def test_torch_is_not_imported_to_answer(arguments):
+    shown = python("-X", "importtime", "-m", "bilevel", *arguments)
+    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if line.startswith("import time:")}
+    assert "bilevel.cli" in imported, shown.stderr[-2000:]
+    assert not imported & {"torch", "numpy", "matplotlib", "sklearn"}
+
+
+def test_list_answers_at_once():
+    began = time.perf_counter()
+    python("-m", "bilevel", "list")
+    # Half a second on a free machine; the bound leaves room for a busy one, and importing torch alone would break it.
+    best = time.perf_counter() - began
+    for _ in range(4):
+        if best < 0.5:
+            break
+        began = time.perf_counter()
+        python("-m", "bilevel", "list")
+        best = min(best, time.perf_counter() - began)
+    assert best < 1.0
+
+
+def test_the_entry_point_and_the_module_are_one_command(tmp_path):
+    script = os.path.join(os.path.dirname(sys.executable), "bilevel")
+    if not os.path.exists(script):
+        pytest.skip("the package is on the path but not installed, so there is no script")
+    done = subprocess.run([script, "run", "figure-2", "--quick", "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "figure-2" / "figure-2.png").exists() and "E(w1)" in done.stdout
+    failed = python("-m", "bilevel", "run", "figure-3")
+    assert failed.returncode == 2 and failed.stderr.startswith("Error: There is no experiment 'figure-3'") and "Traceback" not in failed.stderr

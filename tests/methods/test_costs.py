@@ -1,0 +1,72 @@
+"""What the methods keep and how often they run things, counted."""
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel.testing import relative_error
+
+
+def counted(steps_seen):
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (steps_seen.append(1), (lam * w**2).sum())[1], outer=lambda w, lam, b: (w**2).sum(), init=lambda lam: torch.ones(50)
+    )
+    return problem, torch.full((50,), 0.4), bl.Task(None, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [(bl.Unrolled(), 100), (bl.Reverse(), 200), (bl.Reverse("sqrt"), 290), (bl.Truncated(10), 110), (bl.Forward(), 100), (bl.Reversible(), 300)],
+    ids=lambda v: str(v),
+)
+def test_evaluations_of_the_inner_objective(method, calls):
+    seen = []
+    problem, lam, task = counted(seen)
+    settings = {"dynamics": bl.HeavyBall(0.3, 0.5), "steps": 100, "method": method}
+    bl.hypergradient(problem, lam, task, **settings)
+    seen.clear()
+    bl.hypergradient(problem, lam, task, **settings)
+    # The second call of a loop pays for nothing but the work itself: the checks are remembered.
+    assert len(seen) == calls
+
+
+def test_checkpoints_keep_few_iterates():
+    problem, lam, task = counted([])
+    state = 2 * 50 * 8
+    kept = {
+        c: bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=400, method=bl.Reverse(c)).stats.peak_memory / state
+        for c in (None, 4, "sqrt")
+    }
+    assert kept[None] == 401 and kept[4] <= 4 + 101 and kept["sqrt"] <= 42
+
+
+def test_forward_keeps_nothing_that_grows_with_t():
+    problem, lam, task = counted([])
+    sizes = {
+        T: bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=T, method=bl.Forward()).stats.peak_memory for T in (10, 100)
+    }
+    assert sizes[10] == sizes[100] == 50 * 2 * 50 * 8
+
+
+def test_auto_says_why_and_is_exact(capsys):
+    problem, lam, task = counted([])
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 60}
+    found = bl.hypergradient(problem, lam, task, method="auto", **settings)
+    assert found.stats.method == "Spectral" and found.stats.reason in capsys.readouterr().out
+    bl.hypergradient(problem, lam, task, method="auto", **settings)
+    assert capsys.readouterr().out == "", "the reason is printed when it changes, not in every hyperiteration"
+    assert relative_error(found.grad, bl.hypergradient(problem, lam, task, method=bl.Reverse(), **settings).grad) < 1e-10
+    with_adam = bl.hypergradient(problem, lam, task, method="auto", dynamics=bl.Adam(0.1), steps=60)
+    assert with_adam.stats.method == "Unrolled"
+
+
+def test_auto_turns_to_thrift_when_memory_is_short():
+    from bilevel.methods.auto import choose
+    from bilevel.methods.process import Process
+
+    problem, lam, task = counted([])
+    process = lambda lam, steps: Process(problem, lam, task, bl.Adam(0.1), steps)  # noqa: E731
+    assert type(choose(process(lam, 100), budget=130_000)[0]) is bl.Reverse
+    assert choose(process(lam, 100), budget=10_000)[0] == bl.Reverse("sqrt")
+    scalar = bl.Problem(lambda w, lam, b: (lam * w**2).sum(), problem.outer, problem.init)
+    assert type(choose(Process(scalar, torch.tensor(0.4), task, bl.Adam(0.1), 100), budget=10_000)[0]) is bl.Forward

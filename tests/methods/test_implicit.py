@@ -1,0 +1,70 @@
+"""Implicit methods against the closed form, on proximal dynamics, with warm starts."""
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel.hypergradients import value_of
+from bilevel.testing import central_differences, relative_error
+from bilevel.testing.problems import closed_form, examples
+
+SOLVERS = [bl.CG(tol=1e-13), bl.Neumann(terms=600), bl.FixedPoint(tol=1e-13), bl.Nystrom(rank=5), bl.Direct(), bl.CG(preconditioner=bl.Nystrom(rank=2, damping=0.8))]
+
+
+def quadratic():
+    example = examples()[0]
+    base, start = example.problem, example.lam["start"]
+    problem = bl.Problem(base.inner, base.outer, lambda lam: base.init({"start": start}))
+    return problem, {k: example.lam[k] for k in ("penalty", "shift")}, example.task, {k: closed_form(example)[1][k] for k in ("penalty", "shift")}
+
+
+@pytest.mark.parametrize("condition", ["auto", "fixed-point"])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda s: type(s).__name__)
+def test_the_closed_form(solver, condition):
+    problem, lam, task, expected = quadratic()
+    if condition == "fixed-point" and isinstance(solver, (bl.CG, bl.Nystrom)):
+        pytest.skip("needs a symmetric map; the heavy ball's is not, and test_bad_input shows the refusal")
+    method = bl.Implicit(solver, condition=condition)
+    result = bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=300, method=method)
+    assert relative_error(result.grad, expected) < 1e-8
+    assert result.stats.residual is not None and result.stats.residual < 1e-8
+
+
+@pytest.mark.parametrize("dynamics", [bl.ISTA, bl.FISTA])
+def test_proximal_dynamics_through_their_fixed_point(dynamics):
+    """A Lasso: λ sets the penalties inside Φ, and ∇L is not zero at the solution."""
+    torch.manual_seed(3)
+    x, y = torch.randn(20, 6), torch.randn(20)
+    problem = bl.Problem(
+        lambda w, lam, b: 0.5 * ((b[0] @ w - b[1]) ** 2).mean(), lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda lam: torch.zeros(6)
+    )
+    lam, task = torch.full((6,), -2.0), bl.Task((x, y), (x.flip(0), y + 0.1))
+    step = lambda lam: dynamics(0.3, bl.L1(lam.exp()))  # noqa: E731
+    settings = {"dynamics": step, "steps": 3000}
+    result = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.Direct()), **settings)
+    assert 0 < int((result.inner == 0).sum()) < 6
+    expected = central_differences(lambda lam: value_of(problem, lam, task, **settings), lam)
+    assert relative_error(result.grad, expected) < 1e-6
+    assert relative_error(bl.hypergradient(problem, lam, task, method=bl.Implicit(), **settings).grad, expected) < 1e-6
+
+
+def test_a_warm_start_saves_products():
+    problem, lam, task, _ = quadratic()
+    settings = {"dynamics": bl.HeavyBall(0.3, 0.5), "steps": 300}
+    first = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.FixedPoint(tol=1e-10)), **settings)
+    again = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.FixedPoint(tol=1e-10)), adjoint=first.adjoint, start=first.inner, **settings)
+    assert again.stats.products < first.stats.products - 20
+    assert relative_error(again.grad, first.grad) < 1e-8
+
+
+def test_a_solver_that_stops_early_says_so():
+    problem, lam, task, expected = quadratic()
+    with pytest.warns(bl.BilevelWarning, match="residual"):
+        result = bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=300, method=bl.Implicit(bl.CG(tol=1e-12, max_iter=1)))
+    assert result.stats.residual > 1e-3
+    assert relative_error(result.grad, expected) > 1e-6
+
+
+def test_a_matrix_too_large_for_direct_is_refused():
+    with pytest.raises(bl.BilevelError, match="limit is 3"):
+        bl.Direct(largest=3).solve(lambda v: v, torch.ones(4))

@@ -1,0 +1,187 @@
+"""Theorem 3.2 and Remark 3.3: the bounds hold, and they are not vacuous."""
+
+import math
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel.linear_solvers.lanczos import lanczos
+from bilevel.linear_solvers.base import Operator
+from bilevel.testing import relative_error
+from bilevel.testing.problems import closed_form, examples
+
+
+def ridge(seed, n=40, d=12):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).sum() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        init=lambda lam: torch.zeros(d),
+    )
+    task = bl.Task((draw(n, d), draw(n)), (draw(n, d), draw(n)))
+
+    def minimiser(lam):
+        x, y = task.train
+        return torch.linalg.solve(x.T @ x + torch.diag(lam.exp().expand(d)), x.T @ y)
+
+    return problem, task, minimiser
+
+
+@pytest.mark.parametrize("dynamics", [bl.GradientDescent(0.004), bl.HeavyBall(0.004, 0.8), bl.Nesterov(0.004, 0.5), bl.Adam(0.05)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_hold_and_are_tight_on_quadratics(seed, dynamics):
+    problem, task, minimiser = ridge(seed)
+    lam = torch.full((12,), 0.5)
+    limit = minimiser(lam)
+    for steps in (3, 30, 300):
+        certificate = bl.certify(problem, lam, task, dynamics=dynamics, steps=steps)
+        w = bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=steps).inner
+        distance = float((w - limit).norm())
+        gap = abs(float(problem.outer(w, lam, task.val) - problem.outer(limit, lam, task.val)))
+        assert certificate.applies and certificate.outcome.ok
+        assert distance <= certificate.inner_distance * (1 + 1e-9) and gap <= certificate.value_gap * (1 + 1e-9)
+        if distance > 1e-9:
+            assert certificate.inner_distance <= 10 * distance
+        if gap > 1e-9:
+            assert certificate.value_gap <= 10 * gap
+
+
+def test_curvature_is_that_of_the_hessian():
+    problem, task, _ = ridge(0)
+    lam = torch.full((12,), 0.5)
+    x = task.train[0]
+    eigenvalues = torch.linalg.eigvalsh(2 * x.T @ x + 2 * torch.diag(lam.exp()))
+    certificate = bl.certify(problem, lam, task, dynamics=bl.GradientDescent(0.004), steps=5)
+    assert certificate.mu == pytest.approx(float(eigenvalues[0]), rel=1e-9) and certificate.nu == pytest.approx(float(eigenvalues[-1]), rel=1e-9)
+    assert certificate.step_limit == pytest.approx(2 / float(eigenvalues[-1])) and certificate.step_ok
+    assert certificate.rate == pytest.approx(max(abs(1 - 0.004 * float(e)) for e in (eigenvalues[0], eigenvalues[-1])))
+    assert certificate.best_rate == pytest.approx(float((eigenvalues[-1] - eigenvalues[0]) / (eigenvalues[-1] + eigenvalues[0])))
+
+
+@pytest.mark.parametrize("dynamics", [bl.GradientDescent(0.004), bl.HeavyBall(0.004, 0.8), bl.HeavyBall(0.004, 0.2)], ids=str)
+def test_the_rate_is_the_one_observed(dynamics):
+    problem, task, minimiser = ridge(1)
+    lam = torch.full((12,), 0.5)
+    distances = [float((bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=T).inner - minimiser(lam)).norm()) for T in (60, 140)]
+    observed = (distances[1] / distances[0]) ** (1 / 80)
+    assert bl.certify(problem, lam, task, dynamics=dynamics, steps=5).rate == pytest.approx(observed, abs=0.01)
+
+
+@pytest.mark.parametrize("gap", [1e-1, 1e-3, 1e-6])
+def test_smallest_steps(gap):
+    problem, task, minimiser = ridge(2)
+    lam = torch.full((12,), 0.5)
+    dynamics = bl.GradientDescent(0.004)
+    T = bl.certify(problem, lam, task, dynamics=dynamics, steps=5).smallest_steps(gap)
+    exact = float(problem.outer(minimiser(lam), lam, task.val))
+    true = [abs(float(bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=t, allow_unused=True).value) - exact) for t in range(T + 1)]
+    assert true[T] <= gap
+    # Counted from the last T at which the gap is still too large: before it, f_T may cross f by accident.
+    needed = max((t for t, error in enumerate(true) if error > gap), default=0) + 1
+    assert T <= 2 * needed + 5
+
+
+def test_a_gap_out_of_reach_is_an_error():
+    problem, task, _ = ridge(2)
+    certificate = bl.certify(problem, torch.zeros(12), task, dynamics=bl.GradientDescent(1e-5), steps=5)
+    with pytest.raises(bl.BilevelError, match="limit"):
+        certificate.smallest_steps(1e-8, limit=10)
+    with pytest.raises(bl.BilevelError, match="gap > 0"):
+        certificate.smallest_steps(0)
+
+
+def test_without_strong_convexity_it_says_so():
+    problem = bl.Problem(lambda w, lam, _: (w[0] - lam) ** 2, lambda w, lam, _: (w**2).sum(), lambda lam: torch.zeros(2))
+    certificate = bl.certify(problem, torch.tensor(1.0), bl.Task(None, None), dynamics=bl.GradientDescent(0.3), steps=5)
+    assert not certificate.applies and math.isinf(certificate.value_gap) and "not positive" in certificate.outcome and not certificate.outcome.ok
+    with pytest.raises(bl.BilevelError, match="not positive"):
+        certificate.smallest_steps(1e-3)
+    assert "∞" in str(certificate) or "inf" in str(certificate)
+
+
+def test_a_smooth_problem_that_is_not_quadratic():
+    """Logistic regression with an L2 term, whose strength is a modulus of strong convexity that the user knows."""
+    torch.manual_seed(5)
+    x, y = torch.randn(30, 4), (torch.rand(30) > 0.5).double()
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    problem = bl.Problem(lambda w, lam, b: loss(b[0] @ w, b[1]) + 0.5 * lam.exp() * (w**2).sum(), lambda w, lam, b: loss(b[0] @ w, b[1]), lambda lam: torch.zeros(4))
+    lam, task = torch.tensor(-2.0), bl.Task((x, y), (x.flip(0), y))
+    limit = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=5000)
+    for steps in (1, 10, 50):
+        certificate = bl.certify(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=steps, mu=math.exp(-2.0), method=bl.Reverse())
+        here = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=steps)
+        distance, gap = float((here.inner - limit.inner).norm()), abs(float(here.value - limit.value))
+        assert distance <= certificate.inner_distance <= 10 * distance and gap <= certificate.value_gap <= 10 * gap
+        assert certificate.hypergradient_error == pytest.approx(abs(float(here.grad - limit.grad)), rel=1e-4, abs=1e-9)
+        assert "given" in certificate.outcome
+
+
+def test_proximal_dynamics():
+    problem, task, _ = ridge(3)
+    smooth = bl.Problem(problem.inner, problem.outer, problem.init)
+    lam = torch.full((12,), 0.5)
+    dynamics = bl.FISTA(0.004, bl.L1(3.0))
+    limit = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=4000)
+    for steps in (5, 20):
+        certificate = bl.certify(smooth, lam, task, dynamics=dynamics, steps=steps)
+        here = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=steps)
+        distance = float((here.inner - limit.inner).norm())
+        assert distance <= certificate.inner_distance * (1 + 1e-9) <= 10 * distance
+        assert abs(float(here.value - limit.value)) <= certificate.value_gap
+
+
+def test_a_list_of_tasks_reports_the_worst():
+    problem, task, _ = ridge(0)
+    other = ridge(1)[1]
+    settings = {"dynamics": bl.GradientDescent(0.004), "steps": 20}
+    both = bl.certify(problem, torch.zeros(12), [task, other], **settings)
+    singles = [bl.certify(problem, torch.zeros(12), one, **settings) for one in (task, other)]
+    assert both.inner_distance == max(s.inner_distance for s in singles) and both.mu == min(s.mu for s in singles)
+    assert both.value_gap == pytest.approx(sum(s.value_gap for s in singles) / 2)
+    assert both.smallest_steps(1e-3) == max(s.smallest_steps(1e-3) for s in singles)
+
+
+def test_minibatches_have_no_single_objective_to_certify():
+    example = examples()[2]
+    with pytest.raises(bl.BilevelError, match="function of t"):
+        bl.certify(example.problem, example.lam, example.task, dynamics=bl.GradientDescent(0.1), steps=3)
+
+
+def test_lanczos_stops_when_it_knows_everything():
+    matrix = torch.diag(torch.tensor([1.0, 1.0, 1.0, 5.0, 5.0]))
+    spectrum = lanczos(Operator(lambda v: matrix @ v), torch.zeros(5))
+    assert spectrum.complete and spectrum.products <= 3
+    assert spectrum.smallest == pytest.approx(1.0) and spectrum.largest == pytest.approx(5.0)
+
+
+class TestTheorem32:
+    """f_T → f uniformly on Λ, and so do the minimisers, on a problem whose f is known."""
+
+    GRID = torch.linspace(-4, 4, 81)
+
+    def curves(self, T):
+        problem, task, minimiser = ridge(0, n=20)
+        dynamics = bl.GradientDescent(0.004)
+        f_T = torch.stack([bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=T, method=bl.Spectral()).value for lam in self.GRID])
+        f = torch.stack([problem.outer(minimiser(lam), lam, task.val) for lam in self.GRID])
+        return f_T, f
+
+    def test_uniform_convergence_and_minimisers(self):
+        gaps, shifts, minima = [], [], []
+        for T in (10, 100, 1000, 10_000):
+            f_T, f = self.curves(T)
+            gaps.append(float((f_T - f).abs().max()))
+            shifts.append(abs(float(self.GRID[f_T.argmin()] - self.GRID[f.argmin()])))
+            minima.append(abs(float(f_T.min() - f.min())))
+        assert all(later < earlier for earlier, later in zip(gaps, gaps[1:], strict=False)) and gaps[-1] < 1e-10
+        assert shifts[-1] == 0 and shifts[0] > 0
+        assert minima[-1] < 1e-10 < minima[0]
+
+
+def test_the_closed_form_of_the_battery_is_the_limit():
+    example = examples()[0]
+    limit = bl.hypergradient(example.problem, example.lam, example.task, dynamics=bl.HeavyBall(0.3, 0.5), steps=400)
+    w, grad = closed_form(example)
+    assert relative_error(limit.inner, w) < 1e-10 and relative_error(limit.grad, grad) < 1e-8

@@ -1,0 +1,61 @@
+"""`objective`: a scalar tensor whose backward pass is the hypergradient."""
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel.testing import relative_error
+from bilevel.testing.problems import examples
+
+
+def test_backward_fills_grad_like_any_loss():
+    example = examples()[1]
+    lam = {k: v.clone().requires_grad_() for k, v in example.lam.items()}
+    settings = {"dynamics": bl.GradientDescent(0.3), "steps": 6}
+    f = bl.objective(example.problem, lam, example.task, **settings)
+    (2 * f + 1).backward()
+    expected = bl.hypergradient(example.problem, lam, example.task, **settings)
+    assert f.ndim == 0 and torch.equal(f.detach(), expected.value)
+    assert relative_error({k: v.grad for k, v in lam.items()}, {k: 2 * v for k, v in expected.grad.items()}) < 1e-12
+    bl.objective(example.problem, lam, example.task, **settings).backward()
+    assert relative_error({k: v.grad for k, v in lam.items()}, {k: 3 * v for k, v in expected.grad.items()}) < 1e-12
+
+
+def test_lam_may_be_computed_and_partly_frozen():
+    example = examples()[1]
+    theta = torch.tensor(0.7, requires_grad=True)
+    lam = {**example.lam, "shift": theta**2}
+    settings = {"dynamics": bl.GradientDescent(0.3), "steps": 6}
+    bl.objective(example.problem, lam, example.task, **settings).backward()
+    expected = bl.hypergradient(example.problem, lam, example.task, **settings).grad["shift"] * 2 * theta.detach()
+    assert torch.allclose(theta.grad, expected)
+    assert all(v.grad is None for k, v in lam.items() if k != "shift")
+
+
+def test_without_gradients_only_the_value_is_computed():
+    example = examples()[1]
+    settings = {"dynamics": bl.GradientDescent(0.3), "steps": 6}
+    with torch.no_grad():
+        f = bl.objective(example.problem, example.lam, example.task, **settings)
+    assert not f.requires_grad and torch.equal(f, bl.hypergradient(example.problem, example.lam, example.task, **settings).value)
+
+
+def test_a_lam_that_requires_no_grad_is_refused():
+    example = examples()[1]
+    with pytest.raises(bl.BilevelError, match="requires grad"):
+        bl.objective(example.problem, example.lam, example.task, dynamics=bl.GradientDescent(0.3), steps=6)
+
+
+def test_a_plain_torch_loop_descends():
+    example = examples()[1]
+    lam = {k: v.clone().requires_grad_() for k, v in example.lam.items()}
+    optimizer = torch.optim.Adam(lam.values(), lr=0.05)
+    values = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        f = bl.objective(example.problem, lam, [example.task, example.task], dynamics=bl.GradientDescent(0.3), steps=6)
+        f.backward()
+        torch.nn.utils.clip_grad_norm_(lam.values(), 1.0)
+        optimizer.step()
+        values.append(f.item())
+    assert values[-1] < 0.8 * values[0]
