@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from harness import contestants
 from harness.environments import FOLDER
@@ -32,10 +32,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     console = Console()
+    if not console.is_terminal:
+        console.width = 140
     # A quick run must not overwrite the figures of a full one.
     folder = options.out or (FOLDER / "quick" if options.quick else Path(__file__).parent / "results")
     results = Results(folder)
-    pool = Pool(contestants.find())
+    pool = Pool(contestants.find(), options.quick)
     columns = (
         TextColumn("{task.fields[section]:>8}"),
         BarColumn(),
@@ -48,7 +50,7 @@ def main() -> None:
             for name in options.only or SECTIONS:
                 bar = progress.add_task("", section=name, total=1.0)
 
-                def tick(what: str, amount: float, bar: int = bar) -> None:
+                def tick(what: str, amount: float, bar: TaskID = bar) -> None:
                     progress.update(bar, description=what, advance=amount)
 
                 results.put(name, SECTIONS[name](pool, QUICK if options.quick else FULL, Path(cases), tick), options.quick)

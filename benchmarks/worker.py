@@ -32,7 +32,8 @@ def load_contestant(path: Path) -> Callable[[Case], Run]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.prepare
+    prepare: Callable[[Case], Run] = module.prepare
+    return prepare
 
 
 def timed(run: Run) -> tuple[float, Any]:

@@ -162,7 +162,7 @@ class TestImpureSteps:
             return (mask * (b[0] @ w - b[1]) ** 2).mean() + (lam.exp() * w**2).sum()
 
         with refused("replayed", "pure"):
-            ask(ridge(inner=inner))
+            ask(ridge(inner=inner), method=bl.Reverse(group_bytes=0))
 
 
 class TestWrongPairs:

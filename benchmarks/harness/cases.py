@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from harness.contract import Case
@@ -45,7 +43,3 @@ def shared_ridge(groups: int, steps: int) -> Case:
     inputs, targets = rng.normal(size=(8, 32, 8)), rng.normal(size=(8, 32, 64))
     train, val = [inputs[:, :16], targets[:, :16]], [inputs[:, 16:], targets[:, 16:]]
     return Case(f"shared-ridge-{groups}", "ridge", [rng.normal(size=shape) * 0.1], [np.zeros((8, 8, 64))], train, val, 0.01, steps)
-
-
-def with_steps(case: Case, steps: int) -> Case:
-    return replace(case, name=case.name.replace(f"T{case.steps}", f"T{steps}"), steps=steps)

@@ -21,7 +21,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 class Contestant:
     """What a contestant's file says about itself.
 
-    `group` decides which targets it enters: "bilevel", "torch peer", "by hand" or "jax"; `kinds` are the problems it takes part in, None for all.
+    `group` decides which targets it enters: "bilevel", "torch peer", "by hand" or "jax"; `kinds` are the problems it takes part in, None for all;
+    with `slow_start` (compilation takes a minute) it is left out of quick runs.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Contestant:
     environment: str | None = None
     requirements: tuple[str, ...] = ()
     kinds: tuple[str, ...] | None = None
+    slow_start: bool = False
 
     @staticmethod
     def read(path: Path) -> Contestant:
@@ -59,7 +61,7 @@ class Worker:
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         python = python_of(contestant.environment, contestant.requirements)
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             [str(python), str(BENCHMARKS / "worker.py"), str(contestant.path)],
             stdin=subprocess.PIPE,
@@ -68,8 +70,12 @@ class Worker:
             text=True,
             env=single_threaded(),
         )
-        packages = [re.split(r"[=<>~!]", requirement)[0] for requirement in contestant.requirements]
-        self.versions: dict[str, str] = self.ask(do="hello", packages=packages)["versions"]
+        self.versions: dict[str, str] = {}
+
+    def wait_until_ready(self) -> None:
+        """Until the contestant has imported what it needs; workers that were started together do that side by side."""
+        packages = [re.split(r"[=<>~!]", requirement)[0] for requirement in self.contestant.requirements]
+        self.versions = self.ask(do="hello", packages=packages)["versions"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -33,7 +33,7 @@ class Case:
     def save(self, folder: Path) -> Path:
         path = folder / f"{self.name}.npz"
         groups = {"lam": self.lam, "start": self.start, "train": self.train, "val": self.val}
-        arrays = {f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)}
+        arrays: dict[str, Any] = {f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)}
         np.savez(path, kind=self.kind, lr=self.lr, steps=self.steps, **arrays)
         return path
 

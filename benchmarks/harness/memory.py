@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,10 @@ def measure_memory(times: Sequence[int], repeats: int, folder: Path, tick: Calla
     return found
 
 
-def _probe(path: Path, method: str) -> dict:
+def _probe(path: Path, method: str) -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARKS / "memory_probe.py"), str(path), method]
     done = subprocess.run(command, capture_output=True, text=True, env=single_threaded())
     if done.returncode:
         raise WorkerError(f"Measuring the memory of {method} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer

@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 from harness.report import milliseconds
 from harness.results import Results, baseline
@@ -55,7 +56,7 @@ def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
             axis.text(ratio.high * 1.1, row, f"{ratio.value:.2f}× · {milliseconds(timing.minimum)} ms", va="center", fontsize=7.5)
         axis.set_title(case)
         axis.set_xlabel(f"time relative to {base.label}")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    handles = [Patch(color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), ncol=len(COLOURS), loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False)
     figure.tight_layout()
     figure.savefig(results.folder / "ratios.png")

@@ -111,7 +111,8 @@ def write_markdown(results: Results) -> None:
     for name, section in results.sections.items():
         m = section["machine"]
         kind = "quick run, figures are rough" if section["quick"] else "full run"
-        origin.append(f"- {name}: {m['date']}, {m['cpu']}, {m['cores']} cores, Python {m['python']}, torch {m['torch']}; {kind}, load {m['load']} at its end")
+        place = f"{m['cpu']}, {m['cores']} cores, Python {m['python']}, torch {m['torch']}"
+        origin.append(f"- {name}: {m['date']}, {place}; {kind}, commit {m.get('commit', 'unknown')}, load {m['load']}")
     pictures = [f"![{caption}]({name})" for name, caption in PICTURES.items() if (results.folder / name).exists()]
     body = [
         "# Benchmark results",

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from harness.environments import ROOT
 from harness.memory import Memory
 from harness.timing import Timing
 
@@ -68,8 +70,21 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
+
+
+def _commit() -> str:
+    """The version of the package that was measured, with a plus where its files differ from the commit."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "src") else "") or "unknown"
+    except OSError:
+        return "unknown"
 
 
 def _cpu() -> str:

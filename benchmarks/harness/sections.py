@@ -31,24 +31,28 @@ class Effort:
 
 
 FULL = Effort(25, 0.1, 50, (10, 100, 1000), 3, (10, 50, 250, 1000), (1, 8, 64, 512))
-QUICK = Effort(5, 0.03, 10, (10, 300), 1, (10, 50, 250), (1, 8, 64))
+QUICK = Effort(5, 0.03, 10, (300,), 1, (10, 50, 250), (1, 8, 64))
 
 
 class Pool:
     """The workers, started when first asked for; a peer that cannot be had is remembered with the reason."""
 
-    def __init__(self, contestants: list[Contestant]) -> None:
+    def __init__(self, contestants: list[Contestant], quick: bool) -> None:
         self.contestants = contestants
         self.workers: dict[str, Worker] = {}
-        self.absent: dict[str, str] = {}
+        self.absent: dict[str, str] = {c.name: "in full runs only" for c in contestants if quick and c.slow_start}
 
     def of(self, names: list[str] | None, tick: Tick) -> list[Worker]:
         """The workers of the named contestants, or of all."""
         chosen = [contestant for contestant in self.contestants if names is None or contestant.name in names]
+        started = []
         for contestant in chosen:
             if contestant.name not in self.workers and contestant.name not in self.absent:
                 tick(f"starting {contestant.label}", 0.0)
+                started.append(contestant)
                 self._start(contestant)
+        for contestant in started:
+            self._await(contestant)
         return [self.workers[contestant.name] for contestant in chosen if contestant.name in self.workers]
 
     def _start(self, contestant: Contestant) -> None:
@@ -56,10 +60,16 @@ class Pool:
             self.workers[contestant.name] = Worker(contestant)
         except NotInstalled as reason:
             self.absent[contestant.name] = f"not installed: {reason}"
+
+    def _await(self, contestant: Contestant) -> None:
+        try:
+            if contestant.name in self.workers:
+                self.workers[contestant.name].wait_until_ready()
         except WorkerError as error:
             # A peer that is broken on this machine is its own affair; a broken contestant of ours is not.
             if contestant.environment is None:
                 raise
+            self.workers.pop(contestant.name).close()
             self.absent[contestant.name] = str(error).splitlines()[0]
 
     def missing(self, case: Case) -> list[Timing]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.contestants import Worker
+from harness.contestants import Worker, WorkerError
 from harness.contract import Case
 
 TOLERANCE = 1e-6
@@ -81,7 +81,7 @@ def measure(workers: Sequence[Worker], cases: Sequence[Case], folder: Path, roun
     for worker, case in pairs:
         who = worker.contestant
         timing = Timing(who.name, who.label, who.group, case.name, case.steps, versions=worker.versions)
-        reply = worker.ask(do="load", case=paths[case.name])
+        reply = _load(worker, paths[case.name])
         timing.unavailable, timing.first = reply.get("unavailable"), reply.get("first", 0.0)
         timings.append(timing)
         if timing.unavailable is None:
@@ -101,6 +101,16 @@ def measure(workers: Sequence[Worker], cases: Sequence[Case], folder: Path, roun
     return timings
 
 
+def _load(worker: Worker, path: str) -> dict[str, Any]:
+    """A peer that fails on this machine drops out of the case; a contestant of ours that fails ends the run."""
+    try:
+        return worker.ask(do="load", case=path)
+    except WorkerError as error:
+        if worker.contestant.environment is None:
+            raise
+        return {"unavailable": str(error).splitlines()[0]}
+
+
 def check_agreement(timings: Sequence[Timing]) -> None:
     """Hold every hypergradient against the first one's."""
     for timing in timings[1:]:
@@ -108,7 +118,7 @@ def check_agreement(timings: Sequence[Timing]) -> None:
         error = distance(timing.gradient, reference.gradient)
         if not error <= TOLERANCE:
             raise Disagreement(
-                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: relative difference {error:.2g}, allowed {TOLERANCE:g}."
+                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: {error:.2g} apart (relative), allowed {TOLERANCE:g}."
             )
 
 

@@ -87,11 +87,11 @@ def scale(tree: Tree, factor: Any) -> Tree:
 
 
 def add(left: Tree, right: Tree) -> Tree:
-    return map(torch.add, left, right)
+    return left + right if isinstance(left, Tensor) else map(torch.add, left, right)
 
 
 def subtract(left: Tree, right: Tree) -> Tree:
-    return map(torch.sub, left, right)
+    return left - right if isinstance(left, Tensor) else map(torch.sub, left, right)
 
 
 def dot(left: Tree, right: Tree) -> Tensor:

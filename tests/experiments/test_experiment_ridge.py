@@ -115,7 +115,18 @@ def test_data_as_the_paper_describes_them():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("seeds", "0"), ("points", "2"), ("informative", "30"), ("steps", "0"), ("noise", "-1"), ("step_scale", "2"), ("low", "5"), ("iterations", "0")],
+    [
+        ("seeds", "0"),
+        ("points", "2"),
+        ("informative", "30"),
+        ("steps", "0"),
+        ("noise", "-1"),
+        ("step_scale", "2"),
+        ("low", "5"),
+        ("low", "nan"),
+        ("high", "1000"),
+        ("iterations", "0"),
+    ],
 )
 def test_senseless_settings_are_refused(tmp_path, key, value):
     with pytest.raises(bl.BilevelError, match=f"{key}="):

@@ -68,13 +68,20 @@ class Dynamics(ABC):
 
 def gradient(loss: Loss, w: Tree) -> Tree:
     """∇L(w) as a tree like w; differentiable itself exactly when gradients are enabled around the call."""
-    differentiable = torch.is_grad_enabled()
-    points, spec = trees.flatten(w)
+    if torch.is_grad_enabled():
+        return _gradient(loss, w, True)
     with torch.enable_grad():
-        points = [point if point.requires_grad else point.detach().requires_grad_() for point in points]
-        value = loss(spec.unflatten(points))
-        parts = torch.autograd.grad(value, points, create_graph=differentiable, allow_unused=True)
-    return spec.unflatten(torch.zeros_like(p) if g is None else g for p, g in zip(points, parts, strict=True))
+        return _gradient(loss, w, False)
+
+
+def _gradient(loss: Loss, w: Tree, differentiable: bool) -> Tree:
+    # A bare tensor skips the tree machinery, which costs as much as the arithmetic of a small step.
+    points, spec = ([w], None) if isinstance(w, Tensor) else trees.flatten(w)
+    points = [point if point.requires_grad else point.detach().requires_grad_() for point in points]
+    value = loss(points[0] if spec is None else spec.unflatten(points))
+    parts = torch.autograd.grad(value, points, create_graph=differentiable, allow_unused=True)
+    filled = [torch.zeros_like(point) if part is None else part for point, part in zip(points, parts, strict=True)]
+    return filled[0] if spec is None else spec.unflatten(filled)
 
 
 def at(setting: Setting, t: int) -> Any:
@@ -102,6 +109,8 @@ def per_leaf(setting: Any, w: Tree) -> list[Any]:
 
 def update(function: Callable[..., Tensor], w: Tree, *others: Tree, settings: tuple[Any, ...] = ()) -> Tree:
     """Apply `function(w_leaf, *other_leaves, *setting_values)` to every leaf of w."""
+    if isinstance(w, Tensor) and all(isinstance(setting, (Tensor, float, int)) for setting in settings):
+        return function(w, *others, *settings)
     points, spec = trees.flatten(w)
     columns = [points, *(trees.leaves(other) for other in others), *(per_leaf(setting, w) for setting in settings)]
     return spec.unflatten(function(*row) for row in zip(*columns, strict=True))

@@ -24,5 +24,5 @@ class FirstOrder(Method):
 
     def __call__(self, process: Process) -> Hypergradient:
         state = process.run()
-        value, _, gradients = process.outer_gradients(state)
+        value, _, gradients, _ = process.outer_gradients(state)
         return self.result(process, value, state, gradients, steps=process.steps)

@@ -55,7 +55,7 @@ class Forward(Method):
             memory = max(memory, trees.nbytes([z for z in tangents if z is not None]))
 
         state = trees.detach(state)
-        value, alpha, direct = process.outer_gradients(state)
+        value, alpha, direct, _ = process.outer_gradients(state)
         total: Tensor | None = None
         for cotangent, tangent in [*zip(alpha, tangents, strict=True), *zip(direct, directions, strict=True)]:
             if cotangent is not None and tangent is not None:

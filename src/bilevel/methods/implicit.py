@@ -65,7 +65,7 @@ class Implicit(Method):
 
     def __call__(self, process: Process) -> Hypergradient:
         state = process.run()
-        value, alpha, direct = process.outer_gradients(state)
+        value, alpha, direct, _ = process.outer_gradients(state)
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
         b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])

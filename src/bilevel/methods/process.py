@@ -80,16 +80,24 @@ class Process:
         first = self.previous.t if self.previous is not None else 0
         return range(first + 1, first + self.steps + 1)
 
-    def bind(self, variables: Sequence[Tensor]) -> Bound:
-        """The process at given values of its variables."""
+    def bind(self, variables: Sequence[Tensor], data: Sequence[Tensor] | None = None) -> Bound:
+        """The process at given values of its variables, and of its other tensors where `data` (in the order of `data()`) is given."""
         lam = self._lam_spec.unflatten(variables[: self.outer_count])
-        if self._encoded_at:
-            leaves = list(self._task_leaves)
+        leaves = self._task_leaves
+        if self._encoded_at or data is not None:
+            leaves = list(leaves)
             for index, tensor in zip(self._encoded_at, variables[self.outer_count :], strict=True):
                 leaves[index] = tensor
-        else:
-            leaves = self._task_leaves
+            for index, tensor in zip(self._data_at() if data is not None else (), data or (), strict=True):
+                leaves[index] = tensor
         return Bound(self, lam, self._task_spec.unflatten(leaves))
+
+    def data(self) -> list[Tensor]:
+        """The tensors of the task that do not depend on λ."""
+        return [self._task_leaves[index] for index in self._data_at()]
+
+    def _data_at(self) -> list[int]:
+        return [i for i, leaf in enumerate(self._task_leaves) if isinstance(leaf, Tensor) and i not in self._encoded_at]
 
     def run(self) -> State:
         """The state after all steps, with nothing recorded."""
@@ -99,19 +107,20 @@ class Process:
                 state = self.bound.step(state, t)
         return state
 
-    def outer_gradients(self, state: State) -> tuple[Tensor, list[Tensor | None], Gradients]:
-        """E(w, λ), its gradient in the leaves of the state (None where there is none), and its gradient in the variables."""
-        leaves, live = live_copy(state)
+    def outer_gradients(self, state: State, times: range = range(0)) -> tuple[Tensor, list[Tensor | None], Gradients, State]:
+        """Run the steps `times` from a state and evaluate E; return E, its gradients in the leaves of the state (None where there is none) and in the variables, and
+        the last state."""
+        leaves, last = live_copy(state)
         with torch.enable_grad():
-            value = self.bound.outer(live)
+            for t in times:
+                last = self.bound.step(last, t)
+            value = self.bound.outer(last)
         inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
-        parts = torch.autograd.grad(value, inputs + self.variables, allow_unused=True)
+        # The graph from λ to the dynamics' settings is shared with other steps.
+        parts = torch.autograd.grad(value, inputs + self.variables, allow_unused=True, retain_graph=True)
         alpha = iter(parts[: len(inputs)])
-        return (
-            value.detach(),
-            [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves],
-            list(parts[len(inputs) :]),
-        )
+        before = [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves]
+        return value.detach(), before, list(parts[len(inputs) :]), trees.detach(last)
 
     def pull_back(self, gradients: Gradients) -> Gradients:
         """The gradient in the leaves of λ from that in all variables: one reverse pass through `encode`."""
@@ -193,16 +202,16 @@ def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total + part
 
 
-def step_vjp(bound: Bound, state: State, t: int, alpha: list[Tensor | None], variables: list[Tensor]) -> tuple[list[Tensor | None], Gradients, State]:
-    """One step of Algorithm 1's second loop: (α A_t, α B_t) with A_t = ∂Φ_t/∂w and B_t = ∂Φ_t/∂λ at (state, λ).
+def steps_vjp(bound: Bound, state: State, times: range, alpha: list[Tensor | None], variables: list[Tensor]) -> tuple[list[Tensor | None], Gradients, State]:
+    """Algorithm 1's second loop over `times`: (α A_t, α B_t) with A_t = ∂Φ_t/∂w and B_t = ∂Φ_t/∂λ, for a few steps at once.
 
-    The step is replayed here, so nothing but the state had to be kept. Also returns the replayed next state.
+    The steps are replayed here from the state before them, so nothing else had to be kept. Also returns the state after them.
     """
-    leaves, live = live_copy(state)
+    leaves, after = live_copy(state)
     with torch.enable_grad():
-        after = bound.step(live, t)
-    outputs = trees.leaves(after)
-    paired = [(out, a) for out, a in zip(outputs, alpha, strict=True) if a is not None and out.requires_grad]
+        for t in times:
+            after = bound.step(after, t)
+    paired = [(out, a) for out, a in zip(trees.leaves(after), alpha, strict=True) if a is not None and out.requires_grad]
     inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
     if not paired:
         return [None] * len(leaves), [None] * len(variables), after

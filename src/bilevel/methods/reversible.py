@@ -58,9 +58,8 @@ class Reversible(Method):
         sweep = Sweep(process, exact.state())
         for t in reversed(process.times):
             with torch.no_grad():
-                after = exact.state()
                 exact.backward(t)
-            sweep.through([exact.state(), after], range(t, t + 1))
+            sweep.through(exact.state(), range(t, t + 1))
         sweep.through_start()
         steps = 2 * process.steps
         return self.result(process, sweep.value, sweep.last, sweep.gradients, steps=steps, replayed=process.steps, peak_memory=memory)

@@ -66,7 +66,7 @@ class Spectral(Method):
         w = quadratic.spec.unflatten(quadratic.layout.unpack(result.w))
         # The velocity is not kept: nothing can continue from this state, and `check` says so.
         state = (w, bound.dynamics.init(w))
-        value, alpha, direct = process.outer_gradients(state)
+        value, alpha, direct, _ = process.outer_gradients(state)
 
         points = trees.leaves(w)
         cotangent = quadratic.layout.pack([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])

@@ -12,17 +12,18 @@ from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.methods.base import EVERYTHING, Hypergradient, Method, Part
 from bilevel.methods.process import Process
-from bilevel.methods.reverse import Sweep
+from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_size, split_from_the_end
 
 
 @dataclass(frozen=True)
 class Truncated(Method):
     """Algorithm 1 stopped after k of its T backward steps: memory for k iterates, an error that falls like the rate to the power k.
 
-    With k ≥ T it is `Reverse`.
+    With k ≥ T it is `Reverse`, whose `group_bytes` it shares.
     """
 
     k: int
+    group_bytes: int = GROUP_BYTES
     exact: ClassVar[bool] = False
 
     def check(self, process: Process) -> None:
@@ -33,18 +34,17 @@ class Truncated(Method):
         return EVERYTHING if self.k >= process.steps else EVERYTHING - {"the start"}
 
     def __call__(self, process: Process) -> Hypergradient:
-        bound, times = process.bound, process.times
+        times = process.times
         window = times[max(0, len(times) - self.k) :]
+        groups = split_from_the_end(window, group_size(process, self.group_bytes))
         with torch.no_grad():
-            state = bound.start()
-            for t in times[: len(times) - len(window)]:
-                state = bound.step(state, t)
-            states = [state]
-            for t in window:
-                states.append(bound.step(states[-1], t))
-        memory = trees.nbytes(states)
-        sweep = Sweep(process, states[-1])
-        sweep.through(states, window)
+            starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
+            for group in groups[:-1]:
+                starts.append(advance(process, starts[-1], [group]))
+        memory = trees.nbytes(starts)
+        sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
+        while groups:
+            sweep.through(starts.pop(), groups.pop())
         if len(window) == len(times):
             sweep.through_start()
         return self.result(
@@ -53,4 +53,4 @@ class Truncated(Method):
 
     @classmethod
     def examples(cls) -> list[Self]:
-        return [cls(200), cls(1000)]
+        return [cls(200), cls(1000, group_bytes=0)]

@@ -1,0 +1,71 @@
+"""The command `bilevel`: one file per command, found by walking this folder.
+
+A command is a module with a function `command`; its name is the file's and its help is the function's docstring. Files whose names begin with an
+underscore are shared parts. Nothing here imports torch, so that `--help` and `list` answer at once; what needs it imports it when it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from bilevel import __version__, discovery
+from bilevel.errors import BilevelError
+
+
+def build() -> typer.Typer:
+    """The command line as a typer app."""
+    app = typer.Typer(name="bilevel", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    state = {"debug": False}
+
+    @app.callback()
+    def common(
+        version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. BILEVEL_DEBUG=1 does the same.")] = False,
+    ) -> None:
+        """Bilevel optimisation in PyTorch: hyperparameters and meta-learning by hypergradients.
+
+        Start with `bilevel demo`. `bilevel list` names the tables and figures that `bilevel run NAME` reproduces.
+        """
+        state["debug"] = debug or os.environ.get("BILEVEL_DEBUG", "0").lower() not in ("", "0", "false", "no")
+
+    for name in discovery.modules(sys.modules[__name__]):
+        module = importlib.import_module(name)
+        app.command(name.rsplit(".", 1)[1].replace("_", "-"))(_guarded(module.command, state))
+    return app
+
+
+def main() -> None:
+    """The entry point."""
+    build()()
+
+
+def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..., Any]:
+    """The command, with what the user can mend said in one message instead of a traceback."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except BilevelError as error:
+            if state["debug"]:
+                raise
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("Interrupted. Nothing was written; earlier results are as they were.", err=True)
+            raise typer.Exit(130) from None
+
+    return call
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bilevel {__version__}")
+        raise typer.Exit

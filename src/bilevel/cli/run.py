@@ -1,0 +1,32 @@
+"""`bilevel run NAME`: reproduce one table or figure of the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bilevel.cli._output import show
+from bilevel.experiments.base import reproduce
+from bilevel.experiments.overrides import pairs
+
+
+def command(
+    name: Annotated[str, typer.Argument(help="An experiment, as `bilevel list` prints it.")],
+    quick: Annotated[bool, typer.Option("--quick", help="The small form: a first look in seconds instead of the full run.")] = False,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated. `bilevel list NAME` shows them.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="S", help="Short for --set seed=S.")] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The results go to DIR/NAME/.")] = Path("results"),
+) -> None:
+    """Reproduce a table or figure of the paper.
+
+    Its numbers, its table beside the paper's numbers, and its pictures are written to DIR/NAME/.
+    """
+    overrides = pairs(change or [])
+    if seed is not None:
+        overrides["seed"] = str(seed)
+    result, record = reproduce(name, overrides, quick=quick, out=out)
+    show(result, record)

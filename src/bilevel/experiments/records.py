@@ -1,0 +1,126 @@
+"""What a run leaves on disk: everything needed to judge its numbers and to get them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import bilevel
+from bilevel.errors import BilevelError
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of `result.json`."""
+
+    experiment: str
+    summary: str
+    paper: str
+    command: str
+    settings: Mapping[str, Any]
+    seed: int | None
+    choices: Mapping[str, str]
+    numbers: Mapping[str, Any]
+    table: Mapping[str, Any]
+    pictures: Sequence[str]
+    notes: Sequence[str]
+    minutes: float
+    machine: Mapping[str, Any]
+    finished: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    folder: Path | None = None
+
+    def at(self, folder: Path) -> Record:
+        return replace(self, folder=folder)
+
+    def json(self) -> str:
+        values = asdict(self)
+        del values["folder"]
+        return json.dumps(plain(values), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's types. JSON has no NaN and no infinity, so those become words instead of an invalid file.
+
+    >>> plain({"T": (10, float("inf"))})
+    {'T': [10, 'inf']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+@contextlib.contextmanager
+def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
+    """A scratch folder beside `out/name`, and the function that moves its files there, `result.json` last.
+
+    Made before any work, so that a path that cannot be written costs no time; an interrupted run leaves earlier results as they were.
+    """
+    try:
+        target = out / name
+        target.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=target))
+    except OSError as error:
+        raise BilevelError(
+            f"The results cannot be written to {out / name}: {error.strerror or error}. Pass a folder that can be written with --out DIR."
+        ) from error
+
+    def publish() -> Path:
+        files = sorted(scratch.iterdir(), key=lambda file: (file.name == "result.json", file.name))
+        try:
+            for file in files:
+                os.replace(file, target / file.name)
+        except OSError as error:
+            raise BilevelError(f"The results could not be moved to {target}: {error.strerror or error}.") from error
+        return target
+
+    try:
+        yield scratch, publish
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            target.rmdir()  # only an empty one goes: a run that failed leaves nothing behind
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers and the minutes come from."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+        "bilevel": bilevel.__version__,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
