@@ -52,11 +52,17 @@ def test_imports_go_one_way():
     wrong = []
     for path in files():
         here = room_of(path)
-        wrong += [f"{path.relative_to(ROOT)} imports {room}" for room in imported_rooms(path) & set(RANK) if RANK[room] > RANK[here]]
+        wrong += [
+            f"{path.relative_to(ROOT)} imports {room}"
+            for room in imported_rooms(path) & set(RANK)
+            if RANK[room] > RANK[here]
+        ]
         wrong += [
             f"{path.relative_to(ROOT)} imports its neighbour {room}"
             for room in imported_rooms(path) & set(RANK)
-            if RANK[room] == RANK[here] and room != here and here not in ("errors", "trees", "problem", "outer_loop", "training", "testing")
+            if RANK[room] == RANK[here]
+            and room != here
+            and here not in ("errors", "trees", "problem", "outer_loop", "training", "testing")
         ]
     assert not wrong
 
@@ -67,7 +73,9 @@ def test_methods_know_no_concrete_dynamics_task_or_model():
 
 
 def test_files_are_short():
-    assert not [f"{path.relative_to(ROOT)}: {count}" for path in files() if (count := len(path.read_text().splitlines())) > 400]
+    assert not [
+        f"{path.relative_to(ROOT)}: {count}" for path in files() if (count := len(path.read_text().splitlines())) > 400
+    ]
 
 
 def test_the_public_names_exist_and_nothing_of_the_project_names_a_machine():

@@ -1,4 +1,5 @@
-"""What bad input gets: a BilevelError that names the thing, before any long work, with nothing of the user's changed."""
+"""What bad input gets: a BilevelError that names the thing, before any long work, with nothing of the user's
+changed."""
 
 import pytest
 import torch
@@ -176,7 +177,11 @@ class TestWrongPairs:
             )
 
     def test_implicit_cannot_see_a_start(self):
-        problem = bl.Problem(lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda lam: lam)
+        problem = bl.Problem(
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: lam,
+        )
         with refused("Implicit cannot see", "the start"):
             ask(problem, torch.zeros(3), method=bl.Implicit())
 
@@ -192,10 +197,15 @@ class TestWrongPairs:
 
     def test_spectral_needs_a_quadratic(self):
         with refused("Spectral", "quadratic", "Reverse"):
-            ask(ridge(inner=lambda w, lam, b: torch.cosh(b[0] @ w - b[1]).mean() + (lam.exp() * w**2).sum()), method=bl.Spectral())
+            ask(
+                ridge(inner=lambda w, lam, b: torch.cosh(b[0] @ w - b[1]).mean() + (lam.exp() * w**2).sum()),
+                method=bl.Spectral(),
+            )
 
     @pytest.mark.parametrize(
-        "dynamics", [bl.Adam(0.1), bl.GradientDescent(lambda t: 0.1 / t), bl.GradientDescent(torch.full((3,), 0.1))], ids=["adam", "schedule", "per weight"]
+        "dynamics",
+        [bl.Adam(0.1), bl.GradientDescent(lambda t: 0.1 / t), bl.GradientDescent(torch.full((3,), 0.1))],
+        ids=["adam", "schedule", "per weight"],
     )
     def test_spectral_needs_constant_plain_steps(self, dynamics):
         with refused("Spectral"):
@@ -228,21 +238,39 @@ class TestWrongPairs:
         with refused("dynamics changed w", r"\[3\]", r"\[2, 3\]"):
             ask(dynamics=bl.GradientDescent(torch.full((2, 3), 0.1)))
 
-    @pytest.mark.parametrize("make", [lambda: bl.Reverse(0), lambda: bl.Reverse("half"), lambda: bl.Truncated(0), lambda: bl.Forward(chunk=0)])
+    @pytest.mark.parametrize(
+        "make",
+        [lambda: bl.Reverse(0), lambda: bl.Reverse("half"), lambda: bl.Truncated(0), lambda: bl.Forward(chunk=0)],
+    )
     def test_impossible_settings_of_methods(self, make):
         with refused("[Pp]ass"):
             ask(method=make())
 
 
 class TestEmptySets:
-    @pytest.mark.parametrize("make", [lambda: bl.Box(1, -1), lambda: bl.Box(torch.tensor([0.0, 2.0]), 1), lambda: bl.Ball(-1), lambda: bl.Simplex(-1)])
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: bl.Box(1, -1),
+            lambda: bl.Box(torch.tensor([0.0, 2.0]), 1),
+            lambda: bl.Ball(-1),
+            lambda: bl.Simplex(-1),
+        ],
+    )
     def test_are_refused(self, make):
         with refused("empty set"):
             make()
 
     def test_a_constraint_for_a_leaf_that_is_not_there(self):
         with refused(r"λ\['b'\]"):
-            bl.solve(ridge(), {"a": torch.zeros(3)}, bl.Task(data(), data(4)), dynamics=bl.GradientDescent(0.1), steps=1, constraint={"b": bl.Box(0, 1)})
+            bl.solve(
+                ridge(),
+                {"a": torch.zeros(3)},
+                bl.Task(data(), data(4)),
+                dynamics=bl.GradientDescent(0.1),
+                steps=1,
+                constraint={"b": bl.Box(0, 1)},
+            )
 
 
 class TestDivergence:
@@ -256,15 +284,35 @@ class TestDivergence:
 
     def test_a_derivative_that_does_not_exist(self):
         with refused("hypergradient is NaN", "square root", error=bl.DivergenceError):
-            ask(ridge(outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam - lam.detach()).square().sum().sqrt()))
+            ask(
+                ridge(
+                    outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam - lam.detach()).square().sum().sqrt()
+                )
+            )
 
     def test_solve_returns_it_as_an_outcome_and_leaves_lam_finite(self):
         lam = torch.zeros(3)
-        sol = bl.solve(ridge(), lam, bl.Task(data(), data(4)), dynamics=bl.GradientDescent(1e30), steps=50, iterations=3, progress=False)
+        sol = bl.solve(
+            ridge(),
+            lam,
+            bl.Task(data(), data(4)),
+            dynamics=bl.GradientDescent(1e30),
+            steps=50,
+            iterations=3,
+            progress=False,
+        )
         assert sol.outcome.kind == "diverged" and not sol.outcome.ok and "step" in sol.outcome
         assert torch.equal(sol.outer, lam)
         with pytest.raises(bl.DivergenceError):
-            bl.solve(ridge(), lam, bl.Task(data(), data(4)), dynamics=bl.GradientDescent(1e30), steps=50, iterations=3, raise_on_failure=True)
+            bl.solve(
+                ridge(),
+                lam,
+                bl.Task(data(), data(4)),
+                dynamics=bl.GradientDescent(1e30),
+                steps=50,
+                iterations=3,
+                raise_on_failure=True,
+            )
 
     def test_an_update_that_breaks_lam_keeps_the_last_finite_one(self):
         sol = bl.solve(
@@ -276,11 +324,15 @@ class TestDivergence:
             iterations=4,
             optimizer=lambda params: torch.optim.SGD(params, lr=float("inf")),
         )
-        assert sol.outcome.kind == "diverged" and bool(torch.isfinite(sol.outer).all()) and len(sol.history["value"]) == 1
+        assert (
+            sol.outcome.kind == "diverged" and bool(torch.isfinite(sol.outer).all()) and len(sol.history["value"]) == 1
+        )
 
     def test_a_step_above_the_limit_is_a_warning(self):
         with pytest.warns(bl.BilevelWarning, match="above"):
-            certificate = bl.certify(ridge(), torch.zeros(3), bl.Task(data(), data(4)), dynamics=bl.GradientDescent(0.9), steps=3)
+            certificate = bl.certify(
+                ridge(), torch.zeros(3), bl.Task(data(), data(4)), dynamics=bl.GradientDescent(0.9), steps=3
+            )
         assert certificate.step_ok is False
 
 

@@ -10,7 +10,11 @@ from bilevel.testing.problems import examples
 
 
 def instances(find):
-    return [pytest.param(example, id=f"{name}-{i}") for name, cls in find().items() for i, example in enumerate(cls.examples())]
+    return [
+        pytest.param(example, id=f"{name}-{i}")
+        for name, cls in find().items()
+        for i, example in enumerate(cls.examples())
+    ]
 
 
 @pytest.mark.parametrize("example", instances(dynamics.find))
@@ -34,8 +38,21 @@ def test_constraint(example):
 
 
 def test_the_folders_hold_what_the_paper_and_the_peers_need():
-    assert {"GradientDescent", "HeavyBall", "Nesterov", "Adam", "AdamW", "RMSProp", "ISTA", "FISTA", "TorchOptim", "StepFunction"} <= set(dynamics.find())
-    assert {"Unrolled", "Reverse", "Truncated", "Forward", "Implicit", "FirstOrder", "Spectral", "Reversible"} <= set(methods.find())
+    assert {
+        "GradientDescent",
+        "HeavyBall",
+        "Nesterov",
+        "Adam",
+        "AdamW",
+        "RMSProp",
+        "ISTA",
+        "FISTA",
+        "TorchOptim",
+        "StepFunction",
+    } <= set(dynamics.find())
+    assert {"Unrolled", "Reverse", "Truncated", "Forward", "Implicit", "FirstOrder", "Spectral", "Reversible"} <= set(
+        methods.find()
+    )
     assert {"CG", "Neumann", "FixedPoint", "Nystrom", "Direct"} <= set(linear_solvers.find())
     assert {"Box", "NonNegative", "Simplex", "Ball", "PerLeaf"} <= set(constraints.find())
 
@@ -45,11 +62,15 @@ def test_the_folders_hold_what_the_paper_and_the_peers_need():
 def test_no_exact_method_refuses_heavy_ball_on_a_quadratic(method, step):
     if isinstance(method, bl.Reversible) and isinstance(step, bl.GradientDescent):
         with pytest.raises(bl.BilevelError, match="momentum"):
-            bl.hypergradient(examples()[0].problem, examples()[0].lam, examples()[0].task, dynamics=step, steps=3, method=method)
+            bl.hypergradient(
+                examples()[0].problem, examples()[0].lam, examples()[0].task, dynamics=step, steps=3, method=method
+            )
         return
     example = examples()[0]
     grad = bl.hypergradient(example.problem, example.lam, example.task, dynamics=step, steps=9, method=method).grad
-    reference = bl.hypergradient(example.problem, example.lam, example.task, dynamics=step, steps=9, method=bl.Unrolled()).grad
+    reference = bl.hypergradient(
+        example.problem, example.lam, example.task, dynamics=step, steps=9, method=bl.Unrolled()
+    ).grad
     assert testing.relative_error(grad, reference) < 1e-10
 
 
@@ -58,7 +79,11 @@ class TestABatteryFails:
 
     def test_on_a_dynamics_that_detaches_its_velocity(self):
         def step(loss, w, state, t):
-            velocity = {k: 0.9 * state[k].detach() - 0.1 * g for k, g in bl.gradient(loss, w).items()} if isinstance(w, dict) else None
+            velocity = (
+                {k: 0.9 * state[k].detach() - 0.1 * g for k, g in bl.gradient(loss, w).items()}
+                if isinstance(w, dict)
+                else None
+            )
             return {k: w[k] + velocity[k] for k in w}, velocity
 
         start = lambda w: {k: torch.zeros_like(v) for k, v in w.items()}  # noqa: E731

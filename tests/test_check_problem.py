@@ -20,7 +20,11 @@ def test_a_sound_problem(example):
 def broken(**changes):
     example = examples()[1]
     base = example.problem
-    return bl.Problem(**{"inner": base.inner, "outer": base.outer, "init": base.init, **changes}), example.lam, example.task
+    return (
+        bl.Problem(**{"inner": base.inner, "outer": base.outer, "init": base.init, **changes}),
+        example.lam,
+        example.task,
+    )
 
 
 def test_a_derivative_that_is_not_the_slope():
@@ -42,7 +46,9 @@ def test_an_unused_leaf():
     problem, lam, task = broken()
     with pytest.raises(bl.BilevelError, match=r"λ\['spare'\]"):
         check_problem(problem, {**lam, "spare": torch.ones(2)}, task, **SETTINGS)
-    assert check_problem(problem, {**lam, "spare": torch.ones(2)}, task, allow_unused=True, **SETTINGS).differences < 1e-6
+    assert (
+        check_problem(problem, {**lam, "spare": torch.ones(2)}, task, allow_unused=True, **SETTINGS).differences < 1e-6
+    )
 
 
 def test_values_that_are_not_finite():
@@ -54,5 +60,7 @@ def test_values_that_are_not_finite():
 def test_float32_is_allowed_three_digits():
     example = examples()[1]
     single = lambda tree: trees.map(lambda x: x.float(), tree)  # noqa: E731
-    report = check_problem(example.problem, single(example.lam), bl.Task(single(example.task.train), single(example.task.val)), **SETTINGS)
+    report = check_problem(
+        example.problem, single(example.lam), bl.Task(single(example.task.train), single(example.task.val)), **SETTINGS
+    )
     assert report.differences < 2e-2

@@ -32,13 +32,22 @@ def test_farho_replays_batch_t_minus_1(method):
     assert relative_error(bl.hypergradient(problem, lam, shifted, method=method, **settings).grad, expected) > 1e-2
 
 
-@pytest.mark.parametrize("dynamics", [bl.Adam(0.1), bl.AdamW(0.1), bl.RMSProp(0.1), bl.TorchOptim(torch.optim.Adam, lr=0.1)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "dynamics",
+    [bl.Adam(0.1), bl.AdamW(0.1), bl.RMSProp(0.1), bl.TorchOptim(torch.optim.Adam, lr=0.1)],
+    ids=lambda d: type(d).__name__,
+)
 def test_adaptive_dynamics_are_differentiable_where_the_gradient_is_zero(dynamics):
-    """FAR-HO issue 13 and TorchOpt's non-finite meta-gradients: a ReLU network with dead units and batch norm, in float32."""
+    """FAR-HO issue 13 and TorchOpt's non-finite meta-gradients: a ReLU network with dead units and batch norm, in
+    float32."""
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     network = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3, padding=1, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 3)
+        torch.nn.Conv2d(1, 4, 3, padding=1, bias=False),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 3),
     )
     w, apply = bl.functional(network)
     w["4.weight"][:, :36] = 0
@@ -50,7 +59,9 @@ def test_adaptive_dynamics_are_differentiable_where_the_gradient_is_zero(dynamic
         outer=lambda w, lam, b: cross_entropy(apply(w, b[0]), b[1]),
         init=lambda lam: w,
     )
-    result = bl.hypergradient(problem, torch.tensor(-8.0), bl.Task((images, labels), (images.flip(0), labels)), dynamics=dynamics, steps=5)
+    result = bl.hypergradient(
+        problem, torch.tensor(-8.0), bl.Task((images, labels), (images.flip(0), labels)), dynamics=dynamics, steps=5
+    )
     assert bool(torch.isfinite(result.grad)) and float(result.grad) != 0
 
 
@@ -67,14 +78,18 @@ def test_betty_cg_with_the_wrong_residual():
         return problem.outer(w, lam, task.val)
 
     expected = torch.func.grad(exact)(lam)
-    found = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.004), steps=6000, method=bl.Implicit(bl.CG(tol=1e-12)))
+    found = bl.hypergradient(
+        problem, lam, task, dynamics=bl.GradientDescent(0.004), steps=6000, method=bl.Implicit(bl.CG(tol=1e-12))
+    )
     assert relative_error(found.grad, expected) < 1e-8
 
 
 def test_boat_evaluates_truncated_steps_at_w0():
     """w has moved a long way when the window begins, and the curvature with it: derivatives at w₀ would be far off."""
     problem = bl.Problem(
-        inner=lambda w, lam, b: torch.cosh(w - lam).sum(), outer=lambda w, lam, b: (w**3).sum(), init=lambda lam: torch.full_like(lam, 3.0)
+        inner=lambda w, lam, b: torch.cosh(w - lam).sum(),
+        outer=lambda w, lam, b: (w**3).sum(),
+        init=lambda lam: torch.full_like(lam, 3.0),
     )
     lam = torch.tensor([0.5, -0.2])
     steps, k, lr = 12, 4, 0.05
@@ -85,7 +100,9 @@ def test_boat_evaluates_truncated_steps_at_w0():
     for _ in range(k):
         w = w - lr * torch.sinh(w - live)
     expected = torch.autograd.grad((w**3).sum(), live)[0]
-    found = bl.hypergradient(problem, lam, bl.Task(None, None), dynamics=bl.GradientDescent(lr), steps=steps, method=bl.Truncated(k)).grad
+    found = bl.hypergradient(
+        problem, lam, bl.Task(None, None), dynamics=bl.GradientDescent(lr), steps=steps, method=bl.Truncated(k)
+    ).grad
     assert relative_error(found, expected) < 1e-12
 
 
@@ -98,17 +115,22 @@ def test_higher_leaves_the_users_module_alone():
         outer=lambda w, lam, x: (apply(w, x) ** 2).mean(),
         init=lambda lam: w,
     )
-    bl.hypergradient(problem, torch.tensor(0.1), bl.Task(torch.randn(5, 3), torch.randn(5, 3)), dynamics=bl.HeavyBall(0.1), steps=4)
+    bl.hypergradient(
+        problem, torch.tensor(0.1), bl.Task(torch.randn(5, 3), torch.randn(5, 3)), dynamics=bl.HeavyBall(0.1), steps=4
+    )
     assert all(torch.equal(before[k], v) for k, v in network.state_dict().items())
     assert all(p.grad is None for p in network.parameters())
 
 
 def test_the_error_of_the_implicit_gradient_is_stated():
-    """On a ridge with T = 50 the implicit gradient at w_T is far from ∇f_T and from ∇f; the certificate says how far from ∇f."""
+    """On a ridge with T = 50 the implicit gradient at w_T is far from ∇f_T and from ∇f; the certificate says how far
+    from ∇f."""
     problem, lam, task = ridge()
     settings = {"dynamics": bl.GradientDescent(0.002), "steps": 50}
     x, y = task.train
-    limit = torch.func.grad(lambda lam: problem.outer(torch.linalg.solve(x.T @ x + torch.diag(lam.exp()), x.T @ y), lam, task.val))(lam)
+    limit = torch.func.grad(
+        lambda lam: problem.outer(torch.linalg.solve(x.T @ x + torch.diag(lam.exp()), x.T @ y), lam, task.val)
+    )(lam)
     implicit = bl.hypergradient(problem, lam, task, method=bl.Implicit(), **settings)
     certificate = bl.certify(problem, lam, task, method=bl.Implicit(), **settings)
     true = relative_error(implicit.grad, limit)
@@ -133,7 +155,9 @@ def test_a_stateful_sampler_is_refused():
 def test_a_learned_start_that_the_objective_uses_too():
     """When w₀ is λ itself, ∇_w L must not pick up ∂L/∂λ (a proximal term around the learned start)."""
     problem = bl.Problem(
-        inner=lambda w, lam, x: ((w - x) ** 2).sum() + 3 * ((w - lam) ** 2).sum(), outer=lambda w, lam, x: ((w - x) ** 2).sum(), init=lambda lam: lam
+        inner=lambda w, lam, x: ((w - x) ** 2).sum() + 3 * ((w - lam) ** 2).sum(),
+        outer=lambda w, lam, x: ((w - x) ** 2).sum(),
+        init=lambda lam: lam,
     )
     lam, task = torch.tensor([1.0, -2.0]), bl.Task(torch.tensor([0.3, 0.4]), torch.tensor([0.1, 0.9]))
     settings = {"dynamics": bl.GradientDescent(0.07), "steps": 5}

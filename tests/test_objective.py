@@ -37,7 +37,9 @@ def test_without_gradients_only_the_value_is_computed():
     settings = {"dynamics": bl.GradientDescent(0.3), "steps": 6}
     with torch.no_grad():
         f = bl.objective(example.problem, example.lam, example.task, **settings)
-    assert not f.requires_grad and torch.equal(f, bl.hypergradient(example.problem, example.lam, example.task, **settings).value)
+    assert not f.requires_grad and torch.equal(
+        f, bl.hypergradient(example.problem, example.lam, example.task, **settings).value
+    )
 
 
 def test_a_lam_that_requires_no_grad_is_refused():

@@ -15,7 +15,13 @@ STEP = bl.GradientDescent(0.3)
 
 def run(example=None, **settings):
     example = example or examples()[0]
-    settings = {"dynamics": STEP, "steps": 20, "iterations": 10, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **settings}
+    settings = {
+        "dynamics": STEP,
+        "steps": 20,
+        "iterations": 10,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+        **settings,
+    }
     return bl.solve(example.problem, example.lam, settings.pop("tasks", example.task), **settings)
 
 
@@ -36,14 +42,20 @@ def test_gradient_descent_by_hand():
     assert all(isinstance(array, np.ndarray) and len(array) == 5 for array in sol.history.values())
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad], ids=lambda o: o.__name__)
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad], ids=lambda o: o.__name__
+)
 def test_any_torch_optimiser(optimizer):
     sol = run(optimizer=lambda p: optimizer(p, lr=0.05), iterations=15)
     assert sol.value < sol.history["value"][0]
 
 
 def test_an_optimiser_that_evaluates_f_several_times():
-    sol = run(optimizer=lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"), dynamics=bl.GradientDescent(0.05), iterations=4)
+    sol = run(
+        optimizer=lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
+        dynamics=bl.GradientDescent(0.05),
+        iterations=4,
+    )
     plain = run(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), dynamics=bl.GradientDescent(0.05), iterations=4)
     assert sol.outcome.ok and sol.value < plain.value
 
@@ -61,7 +73,11 @@ def test_schedulers():
 
     run(optimizer=make, scheduler=watch(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)), iterations=3)
     assert rates[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
-    run(optimizer=make, scheduler=watch(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1e9)), iterations=4)
+    run(
+        optimizer=make,
+        scheduler=watch(lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1e9)),
+        iterations=4,
+    )
     assert rates[1].param_groups[0]["lr"] < 0.1
 
 
@@ -69,9 +85,18 @@ def test_lam_stays_in_the_constraint():
     example = examples()[0]
     seen = []
     box = {"penalty": bl.Box(-0.5, 0.2), "shift": bl.NonNegative(), "start": bl.Ball(0.3)}
-    sol = run(constraint=box, callbacks=[lambda it: seen.append(it.lam)], optimizer=lambda p: torch.optim.SGD(p, lr=1.0), iterations=20)
+    sol = run(
+        constraint=box,
+        callbacks=[lambda it: seen.append(it.lam)],
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        iterations=20,
+    )
     for lam in [*seen, sol.outer]:
-        assert bool(((lam["penalty"] >= -0.5) & (lam["penalty"] <= 0.2)).all()) and float(lam["shift"]) >= 0 and float(lam["start"].norm()) <= 0.3 + 1e-12
+        assert (
+            bool(((lam["penalty"] >= -0.5) & (lam["penalty"] <= 0.2)).all())
+            and float(lam["shift"]) >= 0
+            and float(lam["start"].norm()) <= 0.3 + 1e-12
+        )
     assert float(example.lam["penalty"].min()) < -0.5, "the start lay outside, and was projected"
 
 
@@ -128,7 +153,12 @@ def test_a_warm_start_follows_the_minimiser_with_few_steps():
     base, start = example.problem, example.lam["start"]
     problem = bl.Problem(base.inner, base.outer, lambda lam: base.init({"start": start}))
     lam = {k: example.lam[k] for k in ("penalty", "shift")}
-    settings = {"dynamics": STEP, "method": bl.Implicit(bl.CG(tol=1e-10)), "iterations": 40, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    settings = {
+        "dynamics": STEP,
+        "method": bl.Implicit(bl.CG(tol=1e-10)),
+        "iterations": 40,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=0.1),
+    }
     exact = bl.solve(problem, lam, example.task, steps=300, **settings)
     warm = bl.solve(problem, lam, example.task, steps=5, start="warm", **settings)
     cold = bl.solve(problem, lam, example.task, steps=5, **settings)
@@ -136,7 +166,13 @@ def test_a_warm_start_follows_the_minimiser_with_few_steps():
 
 
 def test_what_cannot_be_looped_over_is_refused():
-    for settings in ({"iterations": -1}, {"start": "hot"}, {"patience": 0}, {"tasks": 3}, {"tasks": lambda k: examples()[0].task, "start": "warm"}):
+    for settings in (
+        {"iterations": -1},
+        {"start": "hot"},
+        {"patience": 0},
+        {"tasks": 3},
+        {"tasks": lambda k: examples()[0].task, "start": "warm"},
+    ):
         with pytest.raises(bl.BilevelError):
             run(**settings)
 
@@ -179,7 +215,23 @@ class TestOnline:
         problem = bl.Problem(base.inner, base.outer, lambda lam: base.init({"start": start}))
         lam = {k: example.lam[k] for k in ("penalty", "shift")}
         sol = bl.solve(
-            problem, lam, example.task, dynamics=STEP, steps=3, method=method, start="online", iterations=200, optimizer=lambda p: torch.optim.SGD(p, lr=0.2)
+            problem,
+            lam,
+            example.task,
+            dynamics=STEP,
+            steps=3,
+            method=method,
+            start="online",
+            iterations=200,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
         )
-        offline = bl.solve(problem, lam, example.task, dynamics=STEP, steps=100, iterations=200, optimizer=lambda p: torch.optim.SGD(p, lr=0.2))
+        offline = bl.solve(
+            problem,
+            lam,
+            example.task,
+            dynamics=STEP,
+            steps=100,
+            iterations=200,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
+        )
         assert sol.value < 1.02 * offline.value < 0.9 * offline.history["value"][0]

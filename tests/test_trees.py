@@ -38,7 +38,11 @@ def test_every_exact_method_agrees_on_any_structure(lam_like, w_like, seed):
     def inner(w, lam, batch):
         scale = 1 + torch.sigmoid(flat(lam).sum())
         pull = torch.sin(flat(lam)).sum()
-        return 0.5 * scale * sum(((x - b - pull) ** 2).sum() for x, b in zip(trees.leaves(w), trees.leaves(batch), strict=True))
+        return (
+            0.5
+            * scale
+            * sum(((x - b - pull) ** 2).sum() for x, b in zip(trees.leaves(w), trees.leaves(batch), strict=True))
+        )
 
     problem = bl.Problem(inner, lambda w, lam, batch: torch.cos(flat(w)).sum() + (flat(lam) ** 2).sum(), lambda lam: w0)
     task = bl.Task(batch, batch)

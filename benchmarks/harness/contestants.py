@@ -89,7 +89,10 @@ class Worker:
         reply = json.loads(line) if line else {"error": "the process ended"}
         if "error" in reply:
             self._log.seek(0)
-            raise WorkerError(f"{self.contestant.label} failed at {request.get('case', request['do'])}: {reply['error']}\n{self._log.read()[-3000:]}")
+            raise WorkerError(
+                f"{self.contestant.label} failed at {request.get('case', request['do'])}: "
+                f"{reply['error']}\n{self._log.read()[-3000:]}"
+            )
         return reply
 
     def close(self) -> None:

@@ -45,7 +45,10 @@ def measure_memory(times: Sequence[int], repeats: int, folder: Path, tick: Calla
             gradients[method] = np.array(answers[0]["gradient"])
             error = distance(gradients[method], gradients[METHODS[0]])
             if not error <= TOLERANCE:
-                raise Disagreement(f"{method} and {METHODS[0]} differ by {error:.2g} (relative) on the network at T = {steps}, allowed {TOLERANCE:g}.")
+                raise Disagreement(
+                    f"{method} and {METHODS[0]} differ by {error:.2g} (relative) on the network at T = {steps}, "
+                    f"allowed {TOLERANCE:g}."
+                )
             tick(f"memory: {method}, T = {steps}", 1 / (len(times) * len(METHODS)))
     return found
 

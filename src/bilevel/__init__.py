@@ -1,6 +1,7 @@
 """Gradient-based hyperparameter optimisation and meta-learning as one bilevel problem.
 
-Franceschi, Frasconi, Salzo, Grazzi and Pontil, "Bilevel Programming for Hyperparameter Optimization and Meta-Learning", ICML 2018.
+Franceschi, Frasconi, Salzo, Grazzi and Pontil, "Bilevel Programming for Hyperparameter Optimization and Meta-Learning",
+ICML 2018.
 """
 
 import lazy_loader

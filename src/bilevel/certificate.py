@@ -6,12 +6,14 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
+from bilevel.dynamics.base import at
 from bilevel.errors import BilevelError, BilevelWarning, Outcome
 from bilevel.hypergradients import hypergradient
 from bilevel.linear_solvers.cg import CG
@@ -79,7 +81,8 @@ class Certificate:
     def smallest_steps(self, gap: float, limit: int = 100_000) -> int:
         """The smallest T for which |f_T(λ) − f(λ)| ≤ gap is certified.
 
-        The dynamics is run, at most `limit` steps, and the bound on the distance to w_λ followed until it is small enough.
+        The dynamics is run, at most `limit` steps, and the bound on the distance to w_λ followed until it is small
+        enough.
         """
         if not gap > 0:
             raise BilevelError(f"smallest_steps(gap={gap}) cannot be reached by a finite T; pass gap > 0.")
@@ -93,14 +96,21 @@ class Certificate:
             f"  ‖∇L(w_T)‖ = {self.gradient_norm:.3g}, curvature of L in [μ, ν] = [{self.mu:.3g}, {self.nu:.3g}]",
         ]
         if self.step_size is not None and self.step_limit is not None:
-            lines.append(f"  step size {self.step_size:.3g} {'<' if self.step_ok else '≥'} its limit {self.step_limit:.3g}")
+            lines.append(
+                f"  step size {self.step_size:.3g} {'<' if self.step_ok else '≥'} its limit {self.step_limit:.3g}"
+            )
         if self.rate is not None:
-            lines.append(f"  contraction {self.rate:.6f} per step (the best constant step would give {self.best_rate:.6f})")
+            lines.append(
+                f"  contraction {self.rate:.6f} per step (the best constant step would give {self.best_rate:.6f})"
+            )
         lines += [f"  ‖w_T − w_λ‖ ≤ {self.inner_distance:.3g}", f"  |f_T(λ) − f(λ)| ≤ {self.value_gap:.3g}"]
         if self.residual is not None:
             lines.append(f"  linear system solved to a relative residual of {self.residual:.2g}")
         if self.hypergradient_error is not None:
-            lines.append(f"  hypergradient within {self.hypergradient_error:.3g} of ∇f(λ) (relative {self.hypergradient_relative:.3g})")
+            lines.append(
+                f"  hypergradient within {self.hypergradient_error:.3g} of ∇f(λ) (relative "
+                f"{self.hypergradient_relative:.3g})"
+            )
         return "\n".join([*lines, f"  {self.outcome}"])
 
 
@@ -118,15 +128,16 @@ def certify(
 ) -> Certificate:
     """Bound ‖w_T − w_λ‖ and |f_T(λ) − f(λ)| a posteriori.
 
-    For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. That is applied not at w_T but at the point u that Newton's method
-    reaches from there, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is nearly the distance itself. The bound on f follows from
-    |E(w_T) − E(u)| and the slope and curvature of E at u.
+    For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. That is applied not at w_T but at the point
+    u that Newton's method reaches from there, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is
+    nearly the distance itself. The bound on f follows from |E(w_T) − E(u)| and the slope and curvature of E at u.
 
     Args:
-        problem, lam, task, dynamics, steps, start: as for `hypergradient`; for a list of tasks the worst case is reported.
+        problem, lam, task, dynamics, steps, start: as for `hypergradient`; for a list of tasks the worst case is
+            reported.
         method: also estimate how far this method's hypergradient is from ∇f(λ).
-        mu: a known modulus of strong convexity, the strength of an L2 term say. Without it μ is the smallest curvature at w_T, which is exact for a
-            quadratic and an assumption otherwise.
+        mu: a known modulus of strong convexity, the strength of an L2 term say. Without it μ is the smallest curvature
+            at w_T, which is exact for a quadratic and an assumption otherwise.
         products: Hessian products spent on μ and ν.
 
     Warns:
@@ -137,7 +148,8 @@ def certify(
     result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
     if result.step_ok is False:
         warnings.warn(
-            f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges when the curvature reaches ν = {result.nu:.4g}; "
+            f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges "
+            f"when the curvature reaches ν = {result.nu:.4g}; "
             "the iterates will not settle there. Use a smaller step.",
             BilevelWarning,
             stacklevel=2,
@@ -149,8 +161,8 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     bound = process.bound
     if callable(bound.task.train):
         raise BilevelError(
-            "A certificate is about one inner objective, but task.train is a function of t. Certify on the whole training set: "
-            "Task(train=all_of_it, val=…)."
+            "A certificate is about one inner objective, but task.train is a function of t. Certify on the whole "
+            "training set: Task(train=all_of_it, val=…)."
         )
     check_process(process, Unrolled())
     state = process.run()
@@ -164,7 +176,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     limit = step_limit(bound.dynamics, nu, t)
     with torch.no_grad():
         value = float(bound.outer(state))
-    certificate = {
+    certificate: dict[str, Any] = {
         "steps": process.steps,
         "value": value,
         "gradient_norm": float(slope.norm()),
@@ -178,16 +190,26 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     # A curvature that is zero up to rounding must not be divided by.
     if not smallest > 1e2 * torch.finfo(slope.dtype).eps * max(nu, 0.0):
         sentence = (
-            f"No bound: the smallest curvature of the inner objective is μ = {smallest:.3g}, not positive, so it is not strongly convex at w_T and Theorem 3.2 does not "
+            f"No bound: the smallest curvature of the inner objective is μ = {smallest:.3g}, not positive, so it is "
+            "not strongly convex at w_T and Theorem 3.2 does not "
             "apply. Add an L2 term to the inner objective, or pass mu=… if you know better."
         )
-        return Certificate(**certificate, inner_distance=math.inf, value_gap=math.inf, outcome=Outcome("failed", sentence))
+        return Certificate(
+            **certificate, inner_distance=math.inf, value_gap=math.inf, outcome=Outcome("failed", sentence)
+        )
 
     limits = _proximal_reference(process, w, t, smallest, nu) or _newton_reference(process, w, t, smallest)
     certificate["gradient_norm"] = limits.gradient_norm
     errors = _hypergradient_error(process, method, limits)
-    origin = "given" if mu is not None else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
-    sentence = f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({origin}) between w_T and w_λ; on a quadratic it does."
+    origin = (
+        "given"
+        if mu is not None
+        else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
+    )
+    sentence = (
+        f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({origin}) between w_T and w_λ; on a "
+        "quadratic it does."
+    )
     return Certificate(
         **certificate,
         inner_distance=limits.distance(w),
@@ -213,7 +235,11 @@ class _Reference:
     @property
     def slack(self) -> float:
         """A bound on |E(u) − f(λ)|, rounding included."""
-        return self.outer_slope * self.radius + 0.5 * self.outer_curvature * self.radius**2 + self._rounding(abs(self.outer_value))
+        return (
+            self.outer_slope * self.radius
+            + 0.5 * self.outer_curvature * self.radius**2
+            + self._rounding(abs(self.outer_value))
+        )
 
     def _rounding(self, size: float) -> float:
         return 16 * torch.finfo(trees.leaves(self.u)[0].dtype).eps * size
@@ -226,7 +252,10 @@ class _Reference:
 
     def smallest_steps(self, gap: float, limit: int) -> int:
         if self.slack > gap:
-            raise BilevelError(f"A gap of {gap:.3g} cannot be certified: the minimiser itself is known only to ±{self.slack:.3g} in f. Use float64, or a larger gap.")
+            raise BilevelError(
+                f"A gap of {gap:.3g} cannot be certified: the minimiser itself is known only to ±{self.slack:.3g} in "
+                "f. Use float64, or a larger gap."
+            )
         bound = self.process.bound
         with torch.no_grad():
             state = bound.start()
@@ -235,7 +264,10 @@ class _Reference:
                 if self.outer_slope * away + 0.5 * self.outer_curvature * away**2 + self.slack <= gap:
                     return t
                 state = bound.step(state, t + 1)
-        raise BilevelError(f"The gap {gap:.3g} is not certified after {limit} steps. Pass a larger limit=…, or a larger step size if the certificate allows it.")
+        raise BilevelError(
+            f"The gap {gap:.3g} is not certified after {limit} steps. Pass a larger limit=…, or a larger step size if "
+            "the certificate allows it."
+        )
 
 
 def _reference(process: Process, u: Tree, radius: float, gradient_norm: float) -> _Reference:
@@ -278,13 +310,15 @@ def _newton_reference(process: Process, w: Tree, t: int, mu: float) -> _Referenc
 
 
 def _proximal_reference(process: Process, w: Tree, t: int, mu: float, nu: float) -> _Reference | None:
-    """For proximal dynamics: run its plain step on from w_T, which contracts by q, until ‖u − Φ(u)‖/(1 − q) is small."""
+    """For proximal dynamics: run its plain step on from w_T, which contracts by q, until ‖u − Φ(u)‖/(1 − q) is
+    small."""
     bound = process.bound
     with torch.no_grad():
         after = bound.dynamics.stationary_step(bound.loss(t), w, t)
         if after is None:
             return None
-        lr = float(getattr(bound.dynamics, "lr", 1.0)) if not callable(getattr(bound.dynamics, "lr", 1.0)) else float(bound.dynamics.lr(t))
+        # Proximal dynamics have a step size by definition.
+        lr = float(at(getattr(bound.dynamics, "lr", 1.0), t))
         factor = max(abs(1 - lr * mu), abs(1 - lr * nu))
         if factor >= 1:
             return _Reference(process, w, math.inf, math.inf, 0.0, 1.0, 1.0)
@@ -299,11 +333,19 @@ def _proximal_reference(process: Process, w: Tree, t: int, mu: float, nu: float)
     return _reference(process, u, move / (1 - factor), first / lr)
 
 
-def _hypergradient_error(process: Process, method: Method | None, limits: _Reference) -> dict[str, float | None]:
+def _hypergradient_error(process: Process, method: Method | None, limits: _Reference) -> dict[str, Any]:
     """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to the tiny radius."""
     if method is None:
         return {}
-    found = hypergradient(process.problem, process.lam, process.task, dynamics=process.source, steps=process.steps, method=method, start=process.start)
+    found = hypergradient(
+        process.problem,
+        process.lam,
+        process.task,
+        dynamics=process.source,
+        steps=process.steps,
+        method=method,
+        start=process.start,
+    )
     at_limit = Process(process.problem, process.lam, process.task, process.source, 0, start=limits.u, allow_unused=True)
     exact = Implicit()(at_limit)
     error = float(trees.norm(trees.subtract(found.grad, exact.grad)))

@@ -23,7 +23,7 @@ def classes(package: ModuleType, base: type[Kind]) -> dict[str, type[Kind]]:
     for name in modules(package):
         module = importlib.import_module(name)
         for member in vars(module).values():
-            if inspect.isclass(member) and issubclass(member, base) and member.__module__ == name:
-                if not inspect.isabstract(member) and not member.__name__.startswith("_"):
-                    found[member.__name__] = member
+            ours = inspect.isclass(member) and issubclass(member, base) and member.__module__ == name
+            if ours and not inspect.isabstract(member) and not member.__name__.startswith("_"):
+                found[member.__name__] = member
     return found

@@ -46,8 +46,8 @@ def hypergradient(
         dynamics: Φ; an instance, a function of λ that returns one, or a function `step(loss, w, state, t)`.
         steps: T.
         method: how to differentiate; `Reverse()` by default. `"auto"` picks from the sizes and prints why.
-        start: begin at this w instead of init(λ), or continue an earlier `Hypergradient` (velocities and step number included); with a list of
-            tasks, a list of these.
+        start: begin at this w instead of init(λ), or continue an earlier `Hypergradient` (velocities and step number
+            included); with a list of tasks, a list of these.
         adjoint: where an implicit method's solver begins, an earlier result's `.adjoint`.
         allow_unused: give a leaf of λ that reaches neither objective the gradient 0 instead of raising.
 
@@ -72,7 +72,9 @@ def hypergradient(
     starts = _one_each(start, tasks, task, "start")
     adjoints = _one_each(adjoint, tasks, task, "adjoint")
     results = [
-        _of_one_task(Process(problem, lam, one, dynamics, steps, *_split(begin), adjoint=warm, allow_unused=allow_unused), chosen)
+        _of_one_task(
+            Process(problem, lam, one, dynamics, steps, *_split(begin), adjoint=warm, allow_unused=allow_unused), chosen
+        )
         for one, begin, warm in zip(tasks, starts, adjoints, strict=True)
     ]
     return results[0] if not isinstance(task, (list, tuple)) else _mean(results)
@@ -90,8 +92,9 @@ def objective(
 ) -> Tensor:
     """f_T(λ) as a scalar tensor: `.backward()` adds ∇f_T(λ) to the `.grad` of every leaf of λ that requires grad.
 
-    Any torch optimiser, gradient clipping, learning-rate scheduler or DDP hook then works as with any other loss, and λ may itself be the output of a
-    network. The arguments are those of `hypergradient`. Under `torch.no_grad()` only the value is computed.
+    Any torch optimiser, gradient clipping, learning-rate scheduler or DDP hook then works as with any other loss, and λ
+    may itself be the output of a network. The arguments are those of `hypergradient`. Under `torch.no_grad()` only the
+    value is computed.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -107,13 +110,14 @@ def objective(
     if not torch.is_grad_enabled():
         return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
     check_lam(lam)
-    leaves, spec = trees.flatten(lam)
+    leaves = trees.leaves(lam)
     if not any(leaf.requires_grad for leaf in leaves):
         raise BilevelError(
-            "No leaf of λ requires grad, so objective(...).backward() would have nowhere to go. Call lam.requires_grad_(), or use hypergradient(...)."
+            "No leaf of λ requires grad, so objective(...).backward() would have nowhere to go. Call "
+            "lam.requires_grad_(), or use hypergradient(...)."
         )
     result = hypergradient(problem, lam, task, method=method, **arguments)
-    return _Known.apply(result.value, trees.leaves(result.grad), *leaves)  # type: ignore[no-any-return,no-untyped-call]
+    return _Known.apply(result.value, trees.leaves(result.grad), *leaves)  # type: ignore[no-untyped-call]
 
 
 def value_of(
@@ -139,7 +143,7 @@ class _Known(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(cotangent * grad for grad in ctx.saved_tensors)
 
 
@@ -167,7 +171,10 @@ def _as_method(method: Any) -> Method | None:
         return method
     if method == "auto":
         return None
-    raise BilevelError(f"method={method!r} is not a method. Pass an instance such as Reverse(), Forward() or Implicit(CG()), or the word 'auto'.")
+    raise BilevelError(
+        f"method={method!r} is not a method. Pass an instance such as Reverse(), Forward() or Implicit(CG()), or the "
+        "word 'auto'."
+    )
 
 
 def _split(start: Start) -> tuple[Tree | None, Hypergradient | None]:

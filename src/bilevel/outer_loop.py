@@ -82,8 +82,8 @@ def solve(
     Args:
         problem: the inner and outer objectives and the start.
         lam: where to begin; it is copied, not changed.
-        tasks: one task, a list (value and gradient are means over it), or a stochastic source: a function of the hyperiteration k = 0, 1, …
-            or an iterator, returning a task or a list each time.
+        tasks: one task, a list (value and gradient are means over it), or a stochastic source: a function of the
+            hyperiteration k = 0, 1, … or an iterator, returning a task or a list each time.
         dynamics: Φ, as for `hypergradient`.
         steps: T, the inner steps of every hyperiteration.
         method: how to differentiate, as for `hypergradient`.
@@ -91,9 +91,10 @@ def solve(
         scheduler: builds a torch learning-rate scheduler from the optimiser; stepped once per hyperiteration.
         constraint: Λ; λ is projected onto it before the first and after every update.
         iterations: hyperiterations.
-        start: "cold" begins every inner run at init(λ). "warm" begins at the previous w_T, and an implicit method's linear solver at its previous
-            solution. "online" never restarts: the inner run goes on for `steps` more steps, velocities and step number included. With `Forward()` that is
-            real-time hyperparameter optimisation (RTHO), with `Reverse()` or `Truncated(k)` truncated back-propagation.
+        start: "cold" begins every inner run at init(λ). "warm" begins at the previous w_T, and an implicit method's
+            linear solver at its previous solution. "online" never restarts: the inner run goes on for `steps` more
+            steps, velocities and step number included. With `Forward()` that is real-time hyperparameter optimisation
+            (RTHO), with `Reverse()` or `Truncated(k)` truncated back-propagation.
         tol: stop when the norm of the (projected) gradient falls to this.
         patience: stop when the value has not improved for this many hyperiterations, and return the best λ.
         callbacks: called with an `Iteration` before every update; one that returns True stops the loop.
@@ -116,7 +117,9 @@ def solve(
     """
     _check(lam, iterations, start, patience, tasks)
     constraint = as_constraint(constraint)
-    loop = _Loop(problem, tasks, {"dynamics": dynamics, "steps": steps, "method": method, "allow_unused": allow_unused}, start)
+    loop = _Loop(
+        problem, tasks, {"dynamics": dynamics, "steps": steps, "method": method, "allow_unused": allow_unused}, start
+    )
     point = _Point(lam, constraint)
     torch_optimizer = optimizer(point.leaves) if optimizer else torch.optim.Adam(point.leaves, lr=1e-2)
     torch_scheduler = scheduler(torch_optimizer) if scheduler else None
@@ -131,11 +134,16 @@ def solve(
                 record.add(result, gradient_norm, point, k)
                 report(k + 1, record.values[-1])
                 if tol is not None and gradient_norm <= tol:
-                    outcome = Outcome("converged", f"Converged: the gradient norm fell to {gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.")
+                    outcome = Outcome(
+                        "converged",
+                        f"Converged: the gradient norm fell to {gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.",
+                    )
                     break
                 if patience is not None and k - record.best_k >= patience:
                     outcome = Outcome(
-                        "stopped early", f"Stopped early: no improvement on {record.best_value:.6g} (hyperiteration {record.best_k}) for {patience} hyperiterations."
+                        "stopped early",
+                        f"Stopped early: no improvement on {record.best_value:.6g} (hyperiteration {record.best_k}) "
+                        f"for {patience} hyperiterations.",
                     )
                     break
                 # Every callback is called, so that one that stops the loop does not hide it from the others.
@@ -148,18 +156,28 @@ def solve(
                 if start != "online":
                     record.keep_last(loop.evaluate(point.tree(), None), point)
     except KeyboardInterrupt:
-        outcome = Outcome("interrupted", f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is what was reached.")
+        outcome = Outcome(
+            "interrupted",
+            f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is what was reached.",
+        )
     except DivergenceError as error:
         if raise_on_failure:
             raise
-        outcome = Outcome("diverged", f"Diverged at hyperiteration {len(record.values)}: {error} λ is left at its last finite value.")
+        outcome = Outcome(
+            "diverged", f"Diverged at hyperiteration {len(record.values)}: {error} λ is left at its last finite value."
+        )
     except _SourceEnded:
-        outcome = Outcome("finished", f"The task source ended after {len(record.values)} of {iterations} hyperiterations.")
+        outcome = Outcome(
+            "finished", f"The task source ended after {len(record.values)} of {iterations} hyperiterations."
+        )
     return record.solution(point, outcome, best=patience is not None)
 
 
-def _update(optimizer: torch.optim.Optimizer, scheduler: Any, point: _Point, loop: _Loop, result: Hypergradient) -> None:
-    """One step of the outer optimiser and the projection onto Λ; optimisers that search a line evaluate f_T again through the closure."""
+def _update(
+    optimizer: torch.optim.Optimizer, scheduler: Any, point: _Point, loop: _Loop, result: Hypergradient
+) -> None:
+    """One step of the outer optimiser and the projection onto Λ; optimisers that search a line evaluate f_T again
+    through the closure."""
     known: Hypergradient | None = result
 
     def closure() -> Tensor:
@@ -182,7 +200,10 @@ def _update(optimizer: torch.optim.Optimizer, scheduler: Any, point: _Point, loo
     try:
         check_lam(point.tree())
     except DivergenceError as error:
-        raise DivergenceError(f"The update made λ non-finite (gradient norm {float(trees.norm(result.grad)):.3g}); lower the outer step size. {error}") from error
+        raise DivergenceError(
+            f"The update made λ non-finite (gradient norm {float(trees.norm(result.grad)):.3g}); lower the outer step "
+            f"size. {error}"
+        ) from error
 
 
 class _SourceEnded(Exception):
@@ -191,7 +212,8 @@ class _SourceEnded(Exception):
 
 @dataclass
 class _Loop:
-    """Evaluates f_T and its gradient, hyperiteration by hyperiteration, carrying over what a warm or online start needs."""
+    """Evaluates f_T and its gradient, hyperiteration by hyperiteration, carrying over what a warm or online start
+    needs."""
 
     problem: Problem
     tasks: Any
@@ -281,7 +303,11 @@ class _Record:
 
     def solution(self, point: _Point, outcome: Outcome, best: bool) -> Solution:
         kept = self.best if best and self.best is not None else self.last
-        history = {"value": np.array(self.values), "gradient_norm": np.array(self.norms), "seconds": np.array(self.seconds)}
+        history = {
+            "value": np.array(self.values),
+            "gradient_norm": np.array(self.norms),
+            "seconds": np.array(self.seconds),
+        }
         if kept is None:
             return Solution(point.copy(), None, float("nan"), history, outcome)
         lam, result = kept
@@ -298,6 +324,12 @@ def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: 
         raise BilevelError(f"patience={patience} would stop at once; pass a number ≥ 1 or None.")
     source = not isinstance(tasks, (Task, list, tuple))
     if source and not (callable(tasks) or isinstance(tasks, Iterator)):
-        raise BilevelError(f"tasks is {type(tasks).__name__}; pass a Task, a list of them, a function of the hyperiteration, or an iterator.")
+        raise BilevelError(
+            f"tasks is {type(tasks).__name__}; pass a Task, a list of them, a function of the hyperiteration, or an "
+            "iterator."
+        )
     if source and start != "cold":
-        raise BilevelError(f"start={start!r} carries w from one hyperiteration to the next, but a task source draws other tasks each time. Pass start='cold'.")
+        raise BilevelError(
+            f"start={start!r} carries w from one hyperiteration to the next, but a task source draws other tasks each "
+            "time. Pass start='cold'."
+        )

@@ -21,7 +21,14 @@ def outer_progress(total: int, show: bool | None) -> Iterator[Callable[[int, flo
 def bar(title: str, total: int, detail: str = "") -> Iterator[Callable[..., None]]:
     """A bar on standard error; `advance(done, **fields)` moves it, with `fields` filling in `detail`."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn(detail)] if detail else []

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 Tree: TypeAlias = Any
-Spec: TypeAlias = optree.PyTreeSpec
+# An `optree.PyTreeSpec`, whose annotations know less about a tree than Any does.
+Spec: TypeAlias = Any
 NAMESPACE = "bilevel"
 
 
@@ -35,7 +36,7 @@ def register(cls: type, fields: Sequence[str]) -> None:
     """Make the dataclass `cls` a node: `fields` are its children, every other attribute is kept as it is."""
 
     def unflatten(template: Any, children: Iterable[Any]) -> Any:
-        copy = object.__new__(cls)
+        copy: Any = object.__new__(cls)
         copy.__dict__.update(template, **dict(zip(fields, children, strict=True)))
         return copy
 
@@ -52,7 +53,8 @@ class _Same(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:  # type: ignore[override]
+        return 0
 
 
 def paths(tree: Tree) -> list[str]:
@@ -126,7 +128,7 @@ def to_vector(parts: Sequence[Tensor]) -> Tensor:
 def from_vector(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of `to_vector`; leading axes of `vector` (a batch of vectors) are kept."""
     batch = vector.shape[:-1]
-    pieces = vector.split([part.numel() for part in like], dim=-1)
+    pieces = torch.split(vector, [part.numel() for part in like], dim=-1)
     return [piece.reshape(batch + part.shape) for piece, part in zip(pieces, like, strict=True)]
 
 
@@ -134,6 +136,10 @@ def describe(tree: Tree) -> str:
     """Shapes and dtypes of a tree, in a form short enough for an error message."""
     parts = []
     for path, leaf in zip(paths(tree), leaves(tree), strict=True):
-        kind = f"{str(leaf.dtype)[6:]}{list(leaf.shape)} on {leaf.device}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        kind = (
+            f"{str(leaf.dtype)[6:]}{list(leaf.shape)} on {leaf.device}"
+            if isinstance(leaf, Tensor)
+            else type(leaf).__name__
+        )
         parts.append(f"{path} {kind}".strip())
     return ", ".join(parts[:6]) + (", …" if len(parts) > 6 else "") if parts else "nothing"

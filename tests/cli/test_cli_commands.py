@@ -23,7 +23,12 @@ def call(*arguments, **options):
 
 def python(*arguments):
     environment = {key: value for key, value in os.environ.items() if key != "BILEVEL_DEBUG"}
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, env=environment | {"PYTHONIOENCODING": "utf-8"})
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONIOENCODING": "utf-8"},
+    )
 
 
 def test_version_and_help():
@@ -38,13 +43,21 @@ def test_version_and_help():
 
 def test_list_names_the_experiments_and_their_place_in_the_paper():
     lines = call("list").stdout.splitlines()
-    assert any(line.startswith("ridge") and "Table 5 (Appendix C)" in line and "Ridge regression" in line for line in lines)
+    assert any(
+        line.startswith("ridge") and "Table 5 (Appendix C)" in line and "Ridge regression" in line for line in lines
+    )
     assert any(line.startswith("figure-1") and "Figure 1" in line for line in lines)
     assert any(line.startswith("figure-2") and "Figure 2" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("room", "names"), [("dynamics", ["GradientDescent", "HeavyBall"]), ("methods", ["Reverse", "Spectral"]), ("solvers", ["CG"]), ("constraints", ["Box"])]
+    ("room", "names"),
+    [
+        ("dynamics", ["GradientDescent", "HeavyBall"]),
+        ("methods", ["Reverse", "Spectral"]),
+        ("solvers", ["CG"]),
+        ("constraints", ["Box"]),
+    ],
 )
 def test_list_of_a_room_is_what_discovery_finds(room, names):
     lines = call("list", room).stdout.splitlines()
@@ -77,7 +90,10 @@ def test_the_command_in_the_record_gives_the_same_numbers(tmp_path):
     first = json.loads((tmp_path / "a" / "figure-2" / "result.json").read_text(encoding="utf-8"))
     again = call(*first["command"].split()[1:], "--out", tmp_path / "b")
     assert again.exit_code == 0
-    assert json.loads((tmp_path / "b" / "figure-2" / "result.json").read_text(encoding="utf-8"))["numbers"] == first["numbers"]
+    assert (
+        json.loads((tmp_path / "b" / "figure-2" / "result.json").read_text(encoding="utf-8"))["numbers"]
+        == first["numbers"]
+    )
 
 
 def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, monkeypatch):
@@ -94,7 +110,10 @@ def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, monkeypatch)
     ("arguments", "messages"),
     [
         (["run", "rigde"], ["no experiment 'rigde'", "Did you mean 'ridge'?", "figure-1"]),
-        (["run", "ridge", "--set", "iteration=3"], ["no setting 'iteration'", "Did you mean 'iterations'?", "outer_lr=1.0"]),
+        (
+            ["run", "ridge", "--set", "iteration=3"],
+            ["no setting 'iteration'", "Did you mean 'iterations'?", "outer_lr=1.0"],
+        ),
         (["run", "ridge", "--set", "iterations=many"], ["iterations is a whole number (int)", "iterations=300"]),
         (["run", "ridge", "--set", "iterations"], ["key=value"]),
         (["run", "ridge", "--set", "step_scale=3"], ["0 < η < 2/ν"]),
@@ -138,7 +157,9 @@ def test_ctrl_c_ends_with_130_and_keeps_earlier_results(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["list"], ["run", "--help"], ["run", "rigde"]])
 def test_torch_is_not_imported_to_answer(arguments):
     shown = python("-X", "importtime", "-m", "bilevel", *arguments)
-    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip() for line in shown.stderr.splitlines() if line.startswith("import time:")
+    }
     assert "bilevel.cli" in imported, shown.stderr[-2000:]
     assert not imported & {"torch", "numpy", "matplotlib", "sklearn"}
 
@@ -161,8 +182,14 @@ def test_the_entry_point_and_the_module_are_one_command(tmp_path):
     script = os.path.join(os.path.dirname(sys.executable), "bilevel")
     if not os.path.exists(script):
         pytest.skip("the package is on the path but not installed, so there is no script")
-    done = subprocess.run([script, "run", "figure-2", "--quick", "--out", str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [script, "run", "figure-2", "--quick", "--out", str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "figure-2" / "figure-2.png").exists() and "E(w1)" in done.stdout
     failed = python("-m", "bilevel", "run", "figure-3")
-    assert failed.returncode == 2 and failed.stderr.startswith("Error: There is no experiment 'figure-3'") and "Traceback" not in failed.stderr
+    assert (
+        failed.returncode == 2
+        and failed.stderr.startswith("Error: There is no experiment 'figure-3'")
+        and "Traceback" not in failed.stderr
+    )

@@ -1,4 +1,5 @@
-"""Every torch.optim class with a `differentiable` switch, against central differences and with its learned step size."""
+"""Every torch.optim class with a `differentiable` switch, against central differences and with its learned step
+size."""
 
 import pytest
 import torch
@@ -39,7 +40,13 @@ def test_a_learned_step_size_is_right_or_refused(name):
 def test_momentum_is_in_the_graph_from_the_first_step():
     example = examples()[0]
     ours = bl.hypergradient(example.problem, example.lam, example.task, dynamics=bl.HeavyBall(0.2, 0.9), steps=6).grad
-    theirs = bl.hypergradient(example.problem, example.lam, example.task, dynamics=bl.TorchOptim(torch.optim.SGD, lr=0.2, momentum=0.9), steps=6).grad
+    theirs = bl.hypergradient(
+        example.problem,
+        example.lam,
+        example.task,
+        dynamics=bl.TorchOptim(torch.optim.SGD, lr=0.2, momentum=0.9),
+        steps=6,
+    ).grad
     assert relative_error(theirs, ours) < 1e-12
 
 

@@ -22,7 +22,9 @@ def second(tmp_path_factory):
 def test_what_is_written(name, request):
     result, record = request.getfixturevalue(name)
     assert {file.name for file in record.folder.iterdir()} == {"result.json", "table.md", *result.pictures}
-    assert result.choices and all((record.folder / picture).read_bytes().startswith(b"\x89PNG") for picture in result.pictures)
+    assert result.choices and all(
+        (record.folder / picture).read_bytes().startswith(b"\x89PNG") for picture in result.pictures
+    )
 
 
 def test_solve_finds_the_minimum_of_the_outer_curve(first):
@@ -45,7 +47,9 @@ def test_the_dots_are_minimisers_of_the_training_error():
         (slope,) = torch.autograd.grad(value, w)
         assert abs(float(slope)) < 1e-12
         assert value.item() == pytest.approx(float(curve.inner[index]), rel=1e-12)
-        assert float(problem.outer(w.detach(), lam[index], task.val)) == pytest.approx(float(curve.outer[index]), rel=1e-12)
+        assert float(problem.outer(w.detach(), lam[index], task.val)) == pytest.approx(
+            float(curve.outer[index]), rel=1e-12
+        )
 
 
 def test_the_inner_steps_of_figure_1_have_converged():
@@ -53,7 +57,9 @@ def test_the_inner_steps_of_figure_1_have_converged():
     task, problem = figure_1.draw_task(settings), figure_1.one_weight(settings.ridge)
     for lam in (settings.low, settings.high):
         here = torch.tensor(lam)
-        w = bl.hypergradient(problem, here, task, dynamics=bl.GradientDescent(settings.lr), steps=settings.steps, method=bl.Spectral()).inner
+        w = bl.hypergradient(
+            problem, here, task, dynamics=bl.GradientDescent(settings.lr), steps=settings.steps, method=bl.Spectral()
+        ).inner
         assert float(w) == pytest.approx(float(figure_1.closed_form(task, here[None], settings.ridge).w), rel=1e-9)
 
 

@@ -94,13 +94,18 @@ def test_an_option_without_key_or_value_is_refused(option):
 
 
 def test_overrides_win_over_quick_and_only_real_changes_are_named():
-    found, given = overrides.apply(Settings, {"lr": 0.5, "steps": (1,)}, {"lr": "0.2", "steps": "1", "seed": "4", "name": "a b"})
+    found, given = overrides.apply(
+        Settings, {"lr": 0.5, "steps": (1,)}, {"lr": "0.2", "steps": "1", "seed": "4", "name": "a b"}
+    )
     assert (found.lr, found.steps, found.seed) == (0.2, (1,), 4)
     assert overrides.as_options(given) == ["--set lr=0.2", "--seed 4", "--set 'name=a b'"]
 
 
 def test_json_has_no_nan_and_no_tensors():
-    text = json.dumps(records.plain({"a": torch.tensor([1.0, float("nan")]), "b": (1, True, None), "c": float("inf")}), allow_nan=False)
+    text = json.dumps(
+        records.plain({"a": torch.tensor([1.0, float("nan")]), "b": (1, True, None), "c": float("inf")}),
+        allow_nan=False,
+    )
     assert json.loads(text) == {"a": [1.0, "nan"], "b": [1, True, None], "c": "inf"}
 
 

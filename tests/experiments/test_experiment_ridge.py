@@ -41,9 +41,14 @@ def test_what_is_written(quick):
     record = quick[1]
     assert {file.name for file in record.folder.iterdir()} == {"result.json", "ridge.png", "table.md"}
     written = json.loads((record.folder / "result.json").read_text(encoding="utf-8"))
-    assert written["experiment"] == "ridge" and written["seed"] == 0 and written["command"] == "bilevel run ridge --quick"
+    assert (
+        written["experiment"] == "ridge" and written["seed"] == 0 and written["command"] == "bilevel run ridge --quick"
+    )
     assert written["settings"]["seeds"] == 5 and len(written["numbers"]["T"]["10"]["test"]["per seed"]) == 5
-    assert written["numbers"]["T"]["250"]["test"]["paper"] == 0.50 and written["numbers"]["T"]["exact"]["validation"]["paper"] == 0.37
+    assert (
+        written["numbers"]["T"]["250"]["test"]["paper"] == 0.50
+        and written["numbers"]["T"]["exact"]["validation"]["paper"] == 0.37
+    )
     assert {"noise", "inner step size", "outer optimiser", "Λ", "start of λ", "MAPE"} <= set(written["choices"])
     assert {"cpu", "cores", "python", "torch", "bilevel"} <= set(written["machine"]) and written["minutes"] > 0
     table = (record.folder / "table.md").read_text(encoding="utf-8")
@@ -52,7 +57,10 @@ def test_what_is_written(quick):
 
 
 def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
-    runs = [json.loads(json.dumps(reproduce("ridge", SMALL | {"seed": seed}, out=tmp_path, progress=False)[0].numbers)) for seed in ("0", "0", "1")]
+    runs = [
+        json.loads(json.dumps(reproduce("ridge", SMALL | {"seed": seed}, out=tmp_path, progress=False)[0].numbers))
+        for seed in ("0", "0", "1")
+    ]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
     # Seeds are counted from `seed`, so the second data set of one run is the first of the other.
@@ -71,7 +79,14 @@ def test_spectral_equals_reverse(steps):
     data = ridge.draw_data(ridge.Settings(), seed=3)
     lam = torch.linspace(-6, 4, 30)
     results = [
-        bl.hypergradient(ridge.ridge(data, steps), lam, bl.Task(data.train, data.val), dynamics=bl.GradientDescent(data.lr), steps=steps, method=method)
+        bl.hypergradient(
+            ridge.ridge(data, steps),
+            lam,
+            bl.Task(data.train, data.val),
+            dynamics=bl.GradientDescent(data.lr),
+            steps=steps,
+            method=method,
+        )
         for method in (bl.Spectral(), bl.Reverse())
     ]
     torch.testing.assert_close(results[0].value, results[1].value, rtol=1e-10, atol=0)
@@ -100,7 +115,9 @@ def test_the_step_size_is_safe_for_the_whole_box():
 
 
 def test_mape_by_hand():
-    assert ridge.mape(torch.tensor([1.0]), (torch.tensor([[1.0], [2.0]]), torch.tensor([-2.0, 2.5]))) == pytest.approx((150 + 20) / 2)
+    assert ridge.mape(torch.tensor([1.0]), (torch.tensor([[1.0], [2.0]]), torch.tensor([-2.0, 2.5]))) == pytest.approx(
+        (150 + 20) / 2
+    )
 
 
 def test_data_as_the_paper_describes_them():
@@ -136,5 +153,7 @@ def test_senseless_settings_are_refused(tmp_path, key, value):
 
 def test_a_row_that_the_paper_does_not_have(tmp_path):
     result, record = reproduce("ridge", {"seeds": "1", "iterations": "2", "steps": "20"}, out=tmp_path, progress=False)
-    assert result.table.rows[0][:3] == ("20", "validation", "") and result.table.rows[0][-1] == "the paper has no such row"
+    assert (
+        result.table.rows[0][:3] == ("20", "validation", "") and result.table.rows[0][-1] == "the paper has no such row"
+    )
     assert record.command == "bilevel run ridge --set seeds=1 --set iterations=2 --set steps=20"

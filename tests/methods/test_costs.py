@@ -6,20 +6,28 @@ import torch
 import bilevel as bl
 from bilevel.testing import relative_error
 
-
 ALONE = bl.Reverse(group_bytes=0)
 
 
 def counted(steps_seen):
     problem = bl.Problem(
-        inner=lambda w, lam, b: (steps_seen.append(1), (lam * w**2).sum())[1], outer=lambda w, lam, b: (w**2).sum(), init=lambda lam: torch.ones(50)
+        inner=lambda w, lam, b: (steps_seen.append(1), (lam * w**2).sum())[1],
+        outer=lambda w, lam, b: (w**2).sum(),
+        init=lambda lam: torch.ones(50),
     )
     return problem, torch.full((50,), 0.4), bl.Task(None, None)
 
 
 @pytest.mark.parametrize(
     ("method", "calls"),
-    [(bl.Unrolled(), 100), (ALONE, 199), (bl.Reverse("sqrt", group_bytes=0), 280), (bl.Truncated(10, group_bytes=0), 109), (bl.Forward(), 100), (bl.Reversible(), 300)],
+    [
+        (bl.Unrolled(), 100),
+        (ALONE, 199),
+        (bl.Reverse("sqrt", group_bytes=0), 280),
+        (bl.Truncated(10, group_bytes=0), 109),
+        (bl.Forward(), 100),
+        (bl.Reversible(), 300),
+    ],
     ids=lambda v: str(v),
 )
 def test_evaluations_of_the_inner_objective(method, calls):
@@ -43,7 +51,9 @@ def test_small_steps_are_recorded_together_within_a_few_megabytes():
         found = bl.hypergradient(problem, lam, task, steps=steps, **settings)
         assert len(seen) <= calls
         assert found.stats.peak_memory <= 10 * 2 * 50 * 8
-        expected = bl.hypergradient(problem, lam, task, dynamics=settings["dynamics"], steps=steps, method=bl.Unrolled())
+        expected = bl.hypergradient(
+            problem, lam, task, dynamics=settings["dynamics"], steps=steps, method=bl.Unrolled()
+        )
         assert relative_error(found.grad, expected.grad) < 1e-10
 
 
@@ -51,7 +61,10 @@ def test_checkpoints_keep_few_iterates():
     problem, lam, task = counted([])
     state = 2 * 50 * 8
     kept = {
-        c: bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=400, method=bl.Reverse(c, group_bytes=0)).stats.peak_memory / state
+        c: bl.hypergradient(
+            problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=400, method=bl.Reverse(c, group_bytes=0)
+        ).stats.peak_memory
+        / state
         for c in (None, 4, "sqrt")
     }
     assert kept[None] == 400 and kept[4] <= 4 + 100 and kept["sqrt"] <= 41
@@ -60,7 +73,10 @@ def test_checkpoints_keep_few_iterates():
 def test_forward_keeps_nothing_that_grows_with_t():
     problem, lam, task = counted([])
     sizes = {
-        T: bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=T, method=bl.Forward()).stats.peak_memory for T in (10, 100)
+        T: bl.hypergradient(
+            problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=T, method=bl.Forward()
+        ).stats.peak_memory
+        for T in (10, 100)
     }
     assert sizes[10] == sizes[100] == 50 * 2 * 50 * 8
 
@@ -72,7 +88,9 @@ def test_auto_says_why_and_is_exact(capsys):
     assert found.stats.method == "Spectral" and found.stats.reason in capsys.readouterr().out
     bl.hypergradient(problem, lam, task, method="auto", **settings)
     assert capsys.readouterr().out == "", "the reason is printed when it changes, not in every hyperiteration"
-    assert relative_error(found.grad, bl.hypergradient(problem, lam, task, method=bl.Reverse(), **settings).grad) < 1e-10
+    assert (
+        relative_error(found.grad, bl.hypergradient(problem, lam, task, method=bl.Reverse(), **settings).grad) < 1e-10
+    )
     with_adam = bl.hypergradient(problem, lam, task, method="auto", dynamics=bl.Adam(0.1), steps=60)
     assert with_adam.stats.method == "Unrolled"
 

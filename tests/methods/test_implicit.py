@@ -8,14 +8,26 @@ from bilevel.hypergradients import value_of
 from bilevel.testing import central_differences, relative_error
 from bilevel.testing.problems import closed_form, examples
 
-SOLVERS = [bl.CG(tol=1e-13), bl.Neumann(terms=600), bl.FixedPoint(tol=1e-13), bl.Nystrom(rank=5), bl.Direct(), bl.CG(preconditioner=bl.Nystrom(rank=2, damping=0.8))]
+SOLVERS = [
+    bl.CG(tol=1e-13),
+    bl.Neumann(terms=600),
+    bl.FixedPoint(tol=1e-13),
+    bl.Nystrom(rank=5),
+    bl.Direct(),
+    bl.CG(preconditioner=bl.Nystrom(rank=2, damping=0.8)),
+]
 
 
 def quadratic():
     example = examples()[0]
     base, start = example.problem, example.lam["start"]
     problem = bl.Problem(base.inner, base.outer, lambda lam: base.init({"start": start}))
-    return problem, {k: example.lam[k] for k in ("penalty", "shift")}, example.task, {k: closed_form(example)[1][k] for k in ("penalty", "shift")}
+    return (
+        problem,
+        {k: example.lam[k] for k in ("penalty", "shift")},
+        example.task,
+        {k: closed_form(example)[1][k] for k in ("penalty", "shift")},
+    )
 
 
 @pytest.mark.parametrize("condition", ["auto", "fixed-point"])
@@ -36,7 +48,9 @@ def test_proximal_dynamics_through_their_fixed_point(dynamics):
     torch.manual_seed(3)
     x, y = torch.randn(20, 6), torch.randn(20)
     problem = bl.Problem(
-        lambda w, lam, b: 0.5 * ((b[0] @ w - b[1]) ** 2).mean(), lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda lam: torch.zeros(6)
+        lambda w, lam, b: 0.5 * ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(6),
     )
     lam, task = torch.full((6,), -2.0), bl.Task((x, y), (x.flip(0), y + 0.1))
     step = lambda lam: dynamics(0.3, bl.L1(lam.exp()))  # noqa: E731
@@ -52,7 +66,15 @@ def test_a_warm_start_saves_products():
     problem, lam, task, _ = quadratic()
     settings = {"dynamics": bl.HeavyBall(0.3, 0.5), "steps": 300}
     first = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.FixedPoint(tol=1e-10)), **settings)
-    again = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.FixedPoint(tol=1e-10)), adjoint=first.adjoint, start=first.inner, **settings)
+    again = bl.hypergradient(
+        problem,
+        lam,
+        task,
+        method=bl.Implicit(bl.FixedPoint(tol=1e-10)),
+        adjoint=first.adjoint,
+        start=first.inner,
+        **settings,
+    )
     assert again.stats.products < first.stats.products - 20
     assert relative_error(again.grad, first.grad) < 1e-8
 
@@ -60,7 +82,14 @@ def test_a_warm_start_saves_products():
 def test_a_solver_that_stops_early_says_so():
     problem, lam, task, expected = quadratic()
     with pytest.warns(bl.BilevelWarning, match="residual"):
-        result = bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=300, method=bl.Implicit(bl.CG(tol=1e-12, max_iter=1)))
+        result = bl.hypergradient(
+            problem,
+            lam,
+            task,
+            dynamics=bl.HeavyBall(0.3, 0.5),
+            steps=300,
+            method=bl.Implicit(bl.CG(tol=1e-12, max_iter=1)),
+        )
     assert result.stats.residual > 1e-3
     assert relative_error(result.grad, expected) > 1e-6
 

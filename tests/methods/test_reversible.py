@@ -18,7 +18,9 @@ def network(width=16):
     x, y = torch.randn(20, 8), torch.arange(20) % 3
     cross_entropy = torch.nn.functional.cross_entropy
     problem = bl.Problem(
-        inner=lambda w, lam, b: cross_entropy(apply(w, b[0]), b[1]) + sum(lam[k].exp() * (v**2).sum() for k, v in w.items()),
+        inner=lambda w, lam, b: (
+            cross_entropy(apply(w, b[0]), b[1]) + sum(lam[k].exp() * (v**2).sum() for k, v in w.items())
+        ),
         outer=lambda w, lam, b: cross_entropy(apply(w, b[0]), b[1]),
         init=lambda lam: w,
     )
@@ -39,7 +41,9 @@ def test_a_run_is_undone_to_the_bit(momentum):
         for t in reversed(process.times):
             exact.backward(t)
             before_w, before_v = trail.pop()
-            assert all(torch.equal(a, b) for a, b in zip(exact.w + exact.v, before_w + before_v, strict=True)), f"step {t}"
+            assert all(torch.equal(a, b) for a, b in zip(exact.w + exact.v, before_w + before_v, strict=True)), (
+                f"step {t}"
+            )
     assert all(int(erased.digits.abs().sum()) == 0 and not erased.full for erased in exact.erased)
 
 
@@ -74,6 +78,15 @@ def test_memory_is_a_fraction_of_a_bit_per_weight_and_step():
 
 
 def test_leaving_the_range_is_divergence():
-    problem = bl.Problem(lambda w, lam, _: (lam * w**2).sum(), lambda w, lam, _: (w**2).sum(), lambda lam: torch.ones(2))
+    problem = bl.Problem(
+        lambda w, lam, _: (lam * w**2).sum(), lambda w, lam, _: (w**2).sum(), lambda lam: torch.ones(2)
+    )
     with pytest.raises(bl.DivergenceError, match="fraction_bits"):
-        bl.hypergradient(problem, torch.ones(2), bl.Task(None, None), dynamics=bl.HeavyBall(5.0, 0.9), steps=100, method=bl.Reversible())
+        bl.hypergradient(
+            problem,
+            torch.ones(2),
+            bl.Task(None, None),
+            dynamics=bl.HeavyBall(5.0, 0.9),
+            steps=100,
+            method=bl.Reversible(),
+        )

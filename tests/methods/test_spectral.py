@@ -29,7 +29,9 @@ def agree(problem, lam, task, dynamics, steps, tolerance=1e-10):
 
 @pytest.mark.parametrize("dynamics", [bl.GradientDescent(0.3), bl.HeavyBall(0.3, 0.7), bl.HeavyBall(0.1, 1.0)], ids=str)
 @pytest.mark.parametrize("steps", [1, 2, 37, 256])
-@pytest.mark.parametrize("spectrum", [[1.0] * 4, [1.0, 1.0 + 1e-9, 2.0, 2.0], [0.0, 0.0, 1.0, 3.0], [1e-12, 0.5, 2.0, 4.0]], ids=str)
+@pytest.mark.parametrize(
+    "spectrum", [[1.0] * 4, [1.0, 1.0 + 1e-9, 2.0, 2.0], [0.0, 0.0, 1.0, 3.0], [1e-12, 0.5, 2.0, 4.0]], ids=str
+)
 def test_repeated_clustered_and_zero_eigenvalues(dynamics, steps, spectrum):
     q = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(4))).Q
     base = q @ torch.diag(torch.tensor(spectrum)) @ q.T
@@ -61,7 +63,9 @@ def test_a_linear_layer_with_a_bias():
 
 def test_columns_that_interact_are_noticed():
     problem = bl.Problem(
-        inner=lambda w, lam, _: (w**2).sum() + lam * (w.sum() - 1) ** 2, outer=lambda w, lam, _: (w**3).sum(), init=lambda lam: torch.zeros(3, 2)
+        inner=lambda w, lam, _: (w**2).sum() + lam * (w.sum() - 1) ** 2,
+        outer=lambda w, lam, _: (w**3).sum(),
+        init=lambda lam: torch.zeros(3, 2),
     )
     agree(problem, torch.tensor(0.3), bl.Task(None, None), bl.GradientDescent(0.1), 9)
 

@@ -69,7 +69,9 @@ def test_the_three_ways_tune_to_the_same_place():
     together = bl.solve(problem, LAM, task, optimizer=optimizer, **settings)
     assert relative_error(together.outer, one.outer) < 1e-8
     sampled = bl.solve(PROBLEM, LAM, cv.sample(2), optimizer=optimizer, **settings)
-    reached = float(bl.hypergradient(PROBLEM, sampled.outer, cv.tasks, dynamics=bl.GradientDescent(0.2), steps=30).value)
+    reached = float(
+        bl.hypergradient(PROBLEM, sampled.outer, cv.tasks, dynamics=bl.GradientDescent(0.2), steps=30).value
+    )
     assert reached < one.history["value"][0] and reached < 1.1 * one.value
 
 
@@ -86,11 +88,15 @@ def test_what_cannot_be_split_is_refused():
 
 def test_a_group_penalty_does_not_fit_stacked_weights():
     problem = bl.Problem(
-        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam * (w**2).sum(), lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda lam: torch.zeros(4)
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam * (w**2).sum(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(4),
     )
     stacked, task = bl.CrossValidation(data(20), 5).batched(problem)
     with pytest.raises(bl.BilevelError, match="GroupL2"):
-        bl.hypergradient(stacked, torch.tensor(0.1), task, dynamics=bl.ISTA(0.1, bl.GroupL2(0.1, (0, 0, 1, 1))), steps=2)
+        bl.hypergradient(
+            stacked, torch.tensor(0.1), task, dynamics=bl.ISTA(0.1, bl.GroupL2(0.1, (0, 0, 1, 1))), steps=2
+        )
 
 
 def test_holdout_and_minibatches_are_functions_of_their_seed():
@@ -100,7 +106,9 @@ def test_holdout_and_minibatches_are_functions_of_their_seed():
     batches = bl.Minibatches(data(10), size=4, seed=2)
     epoch = torch.cat([batches(t)[1] for t in range(1, 6)])
     assert torch.equal(batches(3)[0], batches(3)[0])
-    assert len(epoch[:10].unique()) == 10 and len(epoch[10:].unique()) == 10, "every example once an epoch, also across uneven batches"
+    assert len(epoch[:10].unique()) == 10 and len(epoch[10:].unique()) == 10, (
+        "every example once an epoch, also across uneven batches"
+    )
     with pytest.raises(bl.BilevelError, match="size"):
         bl.Minibatches(data(10), size=11)(1)
 
@@ -118,7 +126,11 @@ def test_encoded_minibatches_are_encoded_once():
     objective = lambda w, b: ((b[0] @ w - b[1]) ** 2).mean() + 0.1 * (w**2).sum()  # noqa: E731
     start = lambda lam: torch.zeros(3)  # noqa: E731
     encoded = bl.Problem(lambda w, lam, b: objective(w, b), lambda w, lam, b: objective(w, b), start, encode)
-    written = bl.Problem(lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])), lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])), start)
+    written = bl.Problem(
+        lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])),
+        lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])),
+        start,
+    )
     lam = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     task = bl.Task(bl.Minibatches((x[:14], y[:14]), 5), (x[14:], y[14:]))
     for method in (bl.Unrolled(), bl.Reverse(), bl.Forward()):
@@ -135,6 +147,11 @@ def test_an_encode_that_hides_its_tensors_in_a_function_is_refused():
         features = x @ lam
         return bl.Task(lambda t: (features[t : t + 5], y[t : t + 5]), (x @ lam, y))
 
-    problem = bl.Problem(lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(), lambda lam: torch.zeros(3), encode)
+    problem = bl.Problem(
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(3),
+        encode,
+    )
     with pytest.raises(bl.BilevelError, match="Minibatches"):
         bl.hypergradient(problem, torch.randn(4, 3), bl.Task((x, y), (x, y)), dynamics=bl.GradientDescent(0.1), steps=3)

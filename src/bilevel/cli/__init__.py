@@ -1,7 +1,8 @@
 """The command `bilevel`: one file per command, found by walking this folder.
 
-A command is a module with a function `command`; its name is the file's and its help is the function's docstring. Files whose names begin with an
-underscore are shared parts. Nothing here imports torch, so that `--help` and `list` answer at once; what needs it imports it when it runs.
+A command is a module with a function `command`; its name is the file's and its help is the function's docstring. Files
+whose names begin with an underscore are shared parts. Nothing here imports torch, so that `--help` and `list` answer at
+once; what needs it imports it when it runs.
 """
 
 from __future__ import annotations
@@ -21,13 +22,23 @@ from bilevel.errors import BilevelError
 
 def build() -> typer.Typer:
     """The command line as a typer app."""
-    app = typer.Typer(name="bilevel", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(
+        name="bilevel",
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
     state = {"debug": False}
 
     @app.callback()
     def common(
-        version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")] = False,
-        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error. BILEVEL_DEBUG=1 does the same.")] = False,
+        version: Annotated[
+            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        ] = False,
+        debug: Annotated[
+            bool, typer.Option("--debug", help="Show the traceback of an error. BILEVEL_DEBUG=1 does the same.")
+        ] = False,
     ) -> None:
         """Bilevel optimisation in PyTorch: hyperparameters and meta-learning by hypergradients.
 

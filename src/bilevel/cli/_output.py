@@ -27,9 +27,15 @@ def show(result: Result, record: Record) -> None:
     assert record.folder is not None
     console.print()
     # Paths are printed without folding, so that they can be copied.
-    for label, file in [*(("picture", picture) for picture in result.pictures), ("table", "table.md"), ("numbers", "result.json")]:
+    for label, file in [
+        *(("picture", picture) for picture in result.pictures),
+        ("table", "table.md"),
+        ("numbers", "result.json"),
+    ]:
         console.print(f"{label + ':':9}{record.folder / file}", markup=False, soft_wrap=True)
-    console.print(f"again:   {record.command}   ({_duration(record.minutes)} on this machine)", markup=False, soft_wrap=True)
+    console.print(
+        f"again:   {record.command}   ({_duration(record.minutes)} on this machine)", markup=False, soft_wrap=True
+    )
 
 
 def as_rich(table: Table) -> RichTable:

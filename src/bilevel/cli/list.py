@@ -23,7 +23,9 @@ ROOMS = {
 
 
 def command(
-    what: Annotated[str, typer.Argument(help=f"experiments, {', '.join(ROOMS)}, or the name of an experiment for its settings.")] = "experiments",
+    what: Annotated[
+        str, typer.Argument(help=f"experiments, {', '.join(ROOMS)}, or the name of an experiment for its settings.")
+    ] = "experiments",
 ) -> None:
     """List what there is to run.
 
@@ -39,7 +41,9 @@ def command(
         _settings(what)
     else:
         known = ["experiments", *ROOMS, *experiments.find()]
-        raise BilevelError(f"There is no list of {what!r}.{experiments.did_you_mean(what, known)} Pass one of: {', '.join(known)}.")
+        raise BilevelError(
+            f"There is no list of {what!r}.{experiments.did_you_mean(what, known)} Pass one of: {', '.join(known)}."
+        )
 
 
 def _settings(name: str) -> None:
@@ -54,7 +58,8 @@ def _settings(name: str) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows with their columns aligned; plain text, because importing a table library would take longer than the listing."""
+    """Print rows with their columns aligned; plain text, because importing a table library would take longer than the
+    listing."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

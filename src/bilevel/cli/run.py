@@ -14,9 +14,14 @@ from bilevel.experiments.overrides import pairs
 
 def command(
     name: Annotated[str, typer.Argument(help="An experiment, as `bilevel list` prints it.")],
-    quick: Annotated[bool, typer.Option("--quick", help="The small form: a first look in seconds instead of the full run.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The small form: a first look in seconds instead of the full run.")
+    ] = False,
     change: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated. `bilevel list NAME` shows them.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a setting; may be repeated. `bilevel list NAME` shows them."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="S", help="Short for --set seed=S.")] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The results go to DIR/NAME/.")] = Path("results"),

@@ -22,7 +22,9 @@ def as_constraint(constraint: Any) -> Constraint | None:
         return constraint
     if isinstance(constraint, (dict, list, tuple)):
         return PerLeaf(constraint)
-    raise BilevelError(f"constraint={constraint!r} is not a constraint. Pass one such as Box(-6, 6), or a dict of them with λ's keys.")
+    raise BilevelError(
+        f"constraint={constraint!r} is not a constraint. Pass one such as Box(-6, 6), or a dict of them with λ's keys."
+    )
 
 
 __all__ = ["Constraint", "as_constraint", "find"]

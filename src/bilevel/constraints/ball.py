@@ -27,7 +27,9 @@ class Ball(Constraint):
 
     def __post_init__(self) -> None:
         if not self.radius >= 0:
-            raise BilevelError(f"Ball(radius={self.radius}) is an empty set: no point has a negative distance. Pass radius ≥ 0.")
+            raise BilevelError(
+                f"Ball(radius={self.radius}) is an empty set: no point has a negative distance. Pass radius ≥ 0."
+            )
 
     def project(self, lam: Tree) -> Tree:
         center = trees.map(torch.zeros_like, lam) if self.center is None else self.center
@@ -40,4 +42,7 @@ class Ball(Constraint):
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:
         vector = torch.zeros(5, dtype=torch.float64)
-        return [(cls(0.7), {"a": vector, "b": vector[:2]}), (cls(2.0, center=torch.ones(5, dtype=torch.float64)), vector)]
+        return [
+            (cls(0.7), {"a": vector, "b": vector[:2]}),
+            (cls(2.0, center=torch.ones(5, dtype=torch.float64)), vector),
+        ]

@@ -16,7 +16,8 @@ from bilevel.trees import Tree
 class Constraint(ABC):
     """A closed convex set Λ (assumption (i) of Section 3 asks for a compact one), given by its Euclidean projection.
 
-    `project(lam)` is the point of Λ nearest to λ, a new tree: λ itself is not changed. Points of Λ are mapped to themselves.
+    `project(lam)` is the point of Λ nearest to λ, a new tree: λ itself is not changed. Points of Λ are mapped to
+    themselves.
     """
 
     @abstractmethod

@@ -36,12 +36,18 @@ class Box(Constraint):
             count = max(len(lows), len(highs))
             for low, high in zip(lows * (count // len(lows)), highs * (count // len(highs)), strict=True):
                 if not bool((torch.as_tensor(low) <= torch.as_tensor(high)).all()):
-                    raise BilevelError(f"Box({self.low!r}, {self.high!r}) is an empty set: a lower bound lies above its upper bound (or is NaN). Pass low ≤ high.")
+                    raise BilevelError(
+                        f"Box({self.low!r}, {self.high!r}) is an empty set: a lower bound lies above its upper bound "
+                        "(or is NaN). Pass low ≤ high."
+                    )
 
     def project(self, lam: Tree) -> Tree:
         leaves, spec = trees.flatten(lam)
         lows, highs = _bounds(self.low, lam), _bounds(self.high, lam)
-        return spec.unflatten(leaf.clamp(as_like(low, leaf), as_like(high, leaf)) for leaf, low, high in zip(leaves, lows, highs, strict=True))
+        return spec.unflatten(
+            leaf.clamp(as_like(low, leaf), as_like(high, leaf))
+            for leaf, low, high in zip(leaves, lows, highs, strict=True)
+        )
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:
@@ -54,5 +60,8 @@ def _bounds(bound: Any, lam: Tree) -> list[Any]:
         return [bound] * len(trees.leaves(lam))
     values, spec = trees.flatten(bound)
     if spec != trees.flatten(lam)[1]:
-        raise BilevelError(f"Box was given bounds shaped {trees.describe(bound)} for a λ of {trees.describe(lam)}. Pass a number or a tree like λ.")
+        raise BilevelError(
+            f"Box was given bounds shaped {trees.describe(bound)} for a λ of {trees.describe(lam)}. Pass a number or "
+            "a tree like λ."
+        )
     return values

@@ -19,8 +19,8 @@ from bilevel.trees import Tree
 class PerLeaf(Constraint):
     """Λ as a product: `PerLeaf({"lr": Box(-9, 0), "mix": Simplex()})`.
 
-    A constraint may stand above a whole subtree of λ; None, or a key left out, leaves that part free. Wherever a constraint is asked for, the bare dict, list
-    or tuple is accepted too.
+    A constraint may stand above a whole subtree of λ; None, or a key left out, leaves that part free. Wherever a
+    constraint is asked for, the bare dict, list or tuple is accepted too.
     """
 
     parts: Any
@@ -42,8 +42,13 @@ def _project(part: Any, lam: Tree, path: str) -> Tree:
     if isinstance(part, dict) and isinstance(lam, dict):
         unknown = sorted(set(part) - set(lam), key=str)
         if unknown:
-            raise BilevelError(f"The constraint names λ{path}[{unknown[0]!r}], but λ{path} has only the keys {sorted(lam, key=str)}.")
+            raise BilevelError(
+                f"The constraint names λ{path}[{unknown[0]!r}], but λ{path} has only the keys {sorted(lam, key=str)}."
+            )
         return type(lam)((key, _project(part.get(key), value, f"{path}[{key!r}]")) for key, value in lam.items())
     if isinstance(part, (list, tuple)) and isinstance(lam, (list, tuple)) and len(part) == len(lam):
         return type(lam)(_project(p, x, f"{path}[{i}]") for i, (p, x) in enumerate(zip(part, lam, strict=True)))
-    raise BilevelError(f"The constraint for λ{path} is {type(part).__name__}, which does not fit a {type(lam).__name__} there. Pass a Constraint or None.")
+    raise BilevelError(
+        f"The constraint for λ{path} is {type(part).__name__}, which does not fit a {type(lam).__name__} there. Pass "
+        "a Constraint or None."
+    )

@@ -31,7 +31,8 @@ def as_function_of_lam(dynamics: DynamicsLike) -> Callable[[Tree], Dynamics]:
             return lambda lam: step
         return lambda lam: _built(dynamics, lam)
     raise BilevelError(
-        f"dynamics={dynamics!r} is not a dynamics. Pass an instance such as GradientDescent(lr=0.1), a function of λ that returns "
+        f"dynamics={dynamics!r} is not a dynamics. Pass an instance such as GradientDescent(lr=0.1), a function of λ "
+        "that returns "
         "one, or a function step(loss, w, state, t) -> (w, state)."
     )
 
@@ -40,8 +41,10 @@ def _built(build: Callable[[Tree], Any], lam: Tree) -> Dynamics:
     dynamics = build(lam)
     if not isinstance(dynamics, Dynamics):
         raise BilevelError(
-            f"The function of λ passed as dynamics returned {type(dynamics).__name__}. It must return a dynamics, as in "
-            "lambda lam: GradientDescent(lr=lam['lr'].exp()); a step function must take the four parameters (loss, w, state, t)."
+            f"The function of λ passed as dynamics returned {type(dynamics).__name__}. It must return a dynamics, as "
+            "in "
+            "lambda lam: GradientDescent(lr=lam['lr'].exp()); a step function must take the four parameters (loss, w, "
+            "state, t)."
         )
     return dynamics
 

@@ -61,8 +61,8 @@ class Dynamics(ABC):
             return [cls()]
         except TypeError:
             raise BilevelError(
-                f"{cls.__name__} has settings without defaults, so the battery cannot build one. "
-                f"Give it a classmethod `examples` that returns a few instances."
+                f"{cls.__name__} has settings without defaults, so the battery cannot build one. Give it a "
+                "classmethod `examples` that returns a few instances."
             ) from None
 
 
@@ -101,7 +101,8 @@ def per_leaf(setting: Any, w: Tree) -> list[Any]:
     values, spec = trees.flatten(setting)
     if spec != trees.flatten(w)[1]:
         raise BilevelError(
-            f"A setting of the dynamics is a tree of {trees.describe(setting)}, but w is a tree of {trees.describe(w)}. "
+            f"A setting of the dynamics is a tree of {trees.describe(setting)}, but w is a tree of "
+            f"{trees.describe(w)}. "
             "Pass one number, one tensor that broadcasts, or a tree with exactly w's structure."
         )
     return values
@@ -128,8 +129,8 @@ def zeros_like(w: Tree) -> Tree:
 def root(x: Tensor) -> Tensor:
     """√x with derivative 0 at x = 0, where the plain root's is infinite.
 
-    A weight whose gradient was zero at every step so far has second moment 0. The step g/(√v + ε) has derivative 1/ε there,
-    and it is the numerator that carries it; the root's own infinite slope would turn that into NaN.
+    A weight whose gradient was zero at every step so far has second moment 0. The step g/(√v + ε) has derivative 1/ε
+    there, and it is the numerator that carries it; the root's own infinite slope would turn that into NaN.
     """
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, torch.ones_like(x)).sqrt(), torch.zeros_like(x))

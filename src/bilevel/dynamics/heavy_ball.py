@@ -27,7 +27,9 @@ class HeavyBall(Dynamics):
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         settings = at(self.lr, t), at(self.momentum, t)
-        velocity = update(lambda v, g, lr, momentum: descend(momentum * v, g, lr), state, gradient(loss, w), settings=settings)
+        velocity = update(
+            lambda v, g, lr, momentum: descend(momentum * v, g, lr), state, gradient(loss, w), settings=settings
+        )
         return trees.add(w, velocity), velocity
 
     def heavy_ball_form(self, t: int) -> tuple[Any, Any]:

@@ -23,8 +23,9 @@ def _nothing(w: Tree) -> tuple[()]:
 class StepFunction(Dynamics):
     """`function(loss, w, state, t) -> (w, state)` as a dynamics, with `start(w)` its first auxiliary state.
 
-    Where a dynamics is asked for, a function with these four parameters can be passed as it is. It may take gradients in any way,
-    `torch.autograd.grad(loss(w), …, create_graph=True)` or `bilevel.gradient(loss, w)`, which is faster where no graph is needed.
+    Where a dynamics is asked for, a function with these four parameters can be passed as it is. It may take gradients
+    in any way, `torch.autograd.grad(loss(w), …, create_graph=True)` or `bilevel.gradient(loss, w)`, which is faster
+    where no graph is needed.
     """
 
     function: Callable[[Loss, Tree, Tree, int], tuple[Tree, Tree]]

@@ -22,13 +22,14 @@ from bilevel.trees import Tree
 class TorchOptim(Dynamics):
     """One step of a `torch.optim` optimiser: `TorchOptim(torch.optim.Adagrad, lr=0.1)`.
 
-    Settings are the optimiser's own; each may be a function of t. A learned step size (a tensor as `lr`) works with SGD, Adam, AdamW,
-    NAdam and RAdam; the other classes of torch 2.13 refuse it or lose its gradient, and both are reported as errors.
+    Settings are the optimiser's own; each may be a function of t. A learned step size (a tensor as `lr`) works with
+    SGD, Adam, AdamW, NAdam and RAdam; the other classes of torch 2.13 refuse it or lose its gradient, and both are
+    reported as errors.
 
     What the optimiser keeps per parameter is the auxiliary state, and is differentiated.
     """
 
-    optimizer: type[torch.optim.Optimizer]
+    optimizer: Callable[..., torch.optim.Optimizer]
     settings: Mapping[str, Any]
 
     def __init__(self, optimizer: type[torch.optim.Optimizer], **settings: Any) -> None:
@@ -36,7 +37,8 @@ class TorchOptim(Dynamics):
         object.__setattr__(self, "settings", settings)
         if "differentiable" not in inspect.signature(optimizer).parameters:
             raise BilevelError(
-                f"torch.optim.{optimizer.__name__} has no `differentiable` switch, so one cannot differentiate through its step. "
+                f"torch.optim.{optimizer.__name__} has no `differentiable` switch, so one cannot differentiate "
+                "through its step. "
                 "Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
             )
 
@@ -50,7 +52,9 @@ class TorchOptim(Dynamics):
         # The optimiser writes into its parameters and its state: give it copies that remember where they came from.
         parameters = [point.clone() for point in points]
         try:
-            optimizer = self.optimizer(parameters, differentiable=True, **{k: at(v, t) for k, v in self.settings.items()})
+            optimizer = self.optimizer(
+                parameters, differentiable=True, **{k: at(v, t) for k, v in self.settings.items()}
+            )
             for parameter, grad, old in zip(parameters, grads, state, strict=True):
                 # Some classes rescale the gradient they are given in place.
                 parameter.grad = grad.clone()
@@ -69,11 +73,16 @@ class TorchOptim(Dynamics):
 
     @classmethod
     def examples(cls) -> list[Self]:
-        return [cls(torch.optim.SGD, lr=0.2, momentum=0.9), cls(torch.optim.Adam, lr=0.1), cls(torch.optim.Adagrad, lr=0.3)]
+        return [
+            cls(torch.optim.SGD, lr=0.2, momentum=0.9),
+            cls(torch.optim.Adam, lr=0.1),
+            cls(torch.optim.Adagrad, lr=0.3),
+        ]
 
 
 def _own(key: str, value: Any) -> Any:
-    """A copy of an entry of the state that the optimiser may write to; the count of steps is a tensor too, but no variable."""
+    """A copy of an entry of the state that the optimiser may write to; the count of steps is a tensor too, but no
+    variable."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone() if key == "step" else value.clone()
@@ -87,8 +96,8 @@ def _detached_unless_recording(value: Any) -> Any:
 class _Differentiable(TorchFunctionMode):
     """Inside it, two things that `differentiable=True` leaves undone are done.
 
-    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; and SGD's first momentum buffer, which torch cuts out of
-    the graph, stays in it.
+    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; and SGD's first
+    momentum buffer, which torch cuts out of the graph, stays in it.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

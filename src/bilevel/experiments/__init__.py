@@ -1,7 +1,8 @@
 """The paper's tables and figures: one file each, found by walking this folder.
 
-A file is an experiment when it defines a class `Settings` and a function `run`; `base.py` holds the contract. Files are described by reading their
-source, so that listing them imports nothing: an experiment's module, and torch with it, is imported only to run it.
+A file is an experiment when it defines a class `Settings` and a function `run`; `base.py` holds the contract. Files are
+described by reading their source, so that listing them imports nothing: an experiment's module, and torch with it, is
+imported only to run it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from bilevel.errors import BilevelError
 
 @dataclass(frozen=True)
 class Description:
-    """What can be said about an experiment without importing it: its name, the first line of its docstring, and its place in the paper."""
+    """What can be said about an experiment without importing it: its name, the first line of its docstring, and its
+    place in the paper."""
 
     name: str
     summary: str
@@ -44,7 +46,10 @@ def load(name: str) -> ModuleType:
     """Import the experiment; an unknown name is an error that lists the known ones."""
     known = find()
     if name not in known:
-        raise BilevelError(f"There is no experiment {name!r}.{did_you_mean(name, known)} The known ones are: {', '.join(known)}. See `bilevel list`.")
+        raise BilevelError(
+            f"There is no experiment {name!r}.{did_you_mean(name, known)} The known ones are: {', '.join(known)}. See "
+            "`bilevel list`."
+        )
     return importlib.import_module(known[name].module)
 
 
@@ -54,7 +59,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("rigde", ["ridge", "figure-1"])
     " Did you mean 'ridge'?"
     """
-    close = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), n=1) or difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word.lower().replace("_", "-"), list(known), n=1) or difflib.get_close_matches(
+        word, list(known), n=1
+    )
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
@@ -69,6 +76,10 @@ def _describe(file: Path) -> Description | None:
 
 def _constant(tree: ast.Module, name: str) -> str:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
+        ):
             return str(node.value.value)
     return ""

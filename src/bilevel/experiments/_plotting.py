@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#6E6E6E"
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+    "#6E6E6E",
+)
 
 # Any, because matplotlib types the keys differently from release to release.
 STYLE: Any = {
@@ -35,7 +44,8 @@ STYLE: Any = {
 def picture(path: Path, width: float = 11, height: float = 4.6) -> Iterator[Figure]:
     """A figure that is saved as a PNG when the block ends.
 
-    Drawn through Agg and matplotlib's objects, never through pyplot, whose global state and window systems a library has no business with.
+    Drawn through Agg and matplotlib's objects, never through pyplot, whose global state and window systems a library
+    has no business with.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -7,8 +7,8 @@ An experiment is a module with
 - a dict `QUICK` of the settings that `--quick` changes;
 - a function `run(settings, out, progress) -> Result` that saves its pictures in `out` and returns everything else.
 
-`reproduce` does the rest, the same for all: it checks that the results can be written before any work is done, times the run, and writes `table.md` and
-`result.json` beside the pictures.
+`reproduce` does the rest, the same for all: it checks that the results can be written before any work is done, times
+the run, and writes `table.md` and `result.json` beside the pictures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Result:
     """What an experiment found.
 
     Attributes:
-        numbers: everything measured, as plain lists, dicts and numbers; a function of the settings alone, times do not belong here.
+        numbers: everything measured, as plain lists, dicts and numbers; a function of the settings alone, times do not
+            belong here.
         choices: what the paper leaves open and what was chosen, by name.
         table: the numbers beside the paper's.
         pictures: names of the files saved in `out`.
@@ -117,7 +118,8 @@ def reproduce(
 
 
 def finished(solution: Solution) -> Solution:
-    """The solution, if its loop ran to its end; an experiment must not report what an interrupted or diverged run left behind."""
+    """The solution, if its loop ran to its end; an experiment must not report what an interrupted or diverged run left
+    behind."""
     if solution.outcome.kind == "interrupted":
         raise KeyboardInterrupt
     if not solution.outcome.ok:
@@ -135,7 +137,8 @@ def require(condition: bool, message: str) -> None:
 def one_thread() -> Iterator[None]:
     """Let torch use one thread inside the block.
 
-    Matrices of a few dozen rows gain nothing from a second thread, and on a busy machine waiting for it made a ridge run six times slower.
+    Matrices of a few dozen rows gain nothing from a second thread, and on a busy machine waiting for it made a ridge
+    run six times slower.
     """
     import torch
 
@@ -171,5 +174,11 @@ def _page(result: Result, record: Record) -> str:
     choices = "\n".join(f"- **{name}**: {text}" for name, text in result.choices.items())
     pictures = "\n".join(f"![{result.table.title}]({picture})" for picture in result.pictures)
     notes = "".join(f"\n{note}\n" for note in result.notes)
-    where = f"`{record.command}`, {record.minutes:.2f} minutes on {record.machine['cpu']} ({record.machine['cores']} cores), torch {record.machine['torch']}"
-    return f"# {result.table.title}\n\n{result.table.markdown()}\n{notes}\n{pictures}\n\nThe paper leaves open, and this run chose:\n\n{choices}\n\n{where}.\n"
+    where = (
+        f"`{record.command}`, {record.minutes:.2f} minutes on {record.machine['cpu']} ({record.machine['cores']} "
+        f"cores), torch {record.machine['torch']}"
+    )
+    return (
+        f"# {result.table.title}\n\n{result.table.markdown()}\n{notes}\n{pictures}\n\nThe paper leaves open, and this "
+        f"run chose:\n\n{choices}\n\n{where}.\n"
+    )

@@ -1,7 +1,8 @@
 """Inner training errors and the outer objective of a problem with one weight.
 
-The model is g_{w,λ}(x) = w·tanh(λx), a feature with a learned slope (the paper's g_{w,λ}(x) = ⟨w, h_λ(x)⟩ of Section 2.2 with one weight). For each λ the
-training error is a parabola in w; the validation errors at the bottoms of these parabolas make f(λ), and `solve` finds its minimum.
+The model is g_{w,λ}(x) = w·tanh(λx), a feature with a learned slope (the paper's g_{w,λ}(x) = ⟨w, h_λ(x)⟩ of Section
+2.2 with one weight). For each λ the training error is a parabola in w; the validation errors at the bottoms of these
+parabolas make f(λ), and `solve` finds its minimum.
 """
 
 from __future__ import annotations
@@ -70,13 +71,16 @@ def draw_task(settings: Settings) -> bl.Task:
     """Half the points to train on, half to validate on, from y = tanh(slope·x) + noise."""
     generator = torch.Generator().manual_seed(settings.seed)
     x = 4 * torch.rand(settings.points, generator=generator, dtype=torch.float64) - 2
-    y = torch.tanh(settings.slope * x) + settings.noise * torch.randn(settings.points, generator=generator, dtype=torch.float64)
+    y = torch.tanh(settings.slope * x) + settings.noise * torch.randn(
+        settings.points, generator=generator, dtype=torch.float64
+    )
     half = settings.points // 2
     return bl.Task((x[:half], y[:half]), (x[half:], y[half:]))
 
 
 def closed_form(task: bl.Task, lam: Tensor, ridge: float) -> Curve:
-    """The inner minimiser of every λ at once: w_λ = ⟨h, y⟩/(⟨h, h⟩ + nρ), an oracle that shares no code with the solver."""
+    """The inner minimiser of every λ at once: w_λ = ⟨h, y⟩/(⟨h, h⟩ + nρ), an oracle that shares no code with the
+    solver."""
     x, y = task.train
     h = torch.tanh(lam[:, None] * x)
     w = (h * y).mean(1) / ((h * h).mean(1) + ridge)
@@ -89,9 +93,14 @@ def closed_form(task: bl.Task, lam: Tensor, ridge: float) -> Curve:
 def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     """Figure 1 from data, and f's minimiser by hypergradients beside the minimiser on a fine grid."""
     s = settings
-    require(s.points >= 4, f"points={s.points} cannot be divided into a training and a validation set; pass at least 4.")
+    require(
+        s.points >= 4, f"points={s.points} cannot be divided into a training and a validation set; pass at least 4."
+    )
     require(0 < s.low < s.high, f"low={s.low} and high={s.high} must be positive and in this order.")
-    require(len(s.curves) >= 1 and all(s.low <= c <= s.high for c in s.curves), f"curves={s.curves} must lie between low={s.low} and high={s.high}.")
+    require(
+        len(s.curves) >= 1 and all(s.low <= c <= s.high for c in s.curves),
+        f"curves={s.curves} must lie between low={s.low} and high={s.high}.",
+    )
     require(s.grid >= 2, f"grid={s.grid} must be at least 2.")
     task = draw_task(s)
     with one_thread():
@@ -114,15 +123,31 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     drawn = closed_form(task, torch.tensor(s.curves, dtype=torch.float64), s.ridge)
     best = int(grid.outer.argmin())
     numbers = {
-        "solve": {"lambda": float(solution.outer), "w": float(solution.inner), "f": solution.value, "outcome": str(solution.outcome)},
-        "grid": {"lambda": float(grid.lam[best]), "w": float(grid.w[best]), "f": float(grid.outer[best]), "spacing": float(grid.lam[1] - grid.lam[0])},
+        "solve": {
+            "lambda": float(solution.outer),
+            "w": float(solution.inner),
+            "f": solution.value,
+            "outcome": str(solution.outcome),
+        },
+        "grid": {
+            "lambda": float(grid.lam[best]),
+            "w": float(grid.w[best]),
+            "f": float(grid.outer[best]),
+            "spacing": float(grid.lam[1] - grid.lam[0]),
+        },
         "curves": [
             {"lambda": float(lam), "w": float(w), "training": float(i), "validation": float(o)}
             for lam, w, i, o in zip(drawn.lam, drawn.w, drawn.inner, drawn.outer, strict=True)
         ],
     }
     _draw(out / "figure-1.png", s, task, grid, drawn, solution)
-    return Result(numbers, _choices(s), _table(numbers), ("figure-1.png",), ("The paper's figure is a cartoon without numbers; this one is computed.",))
+    return Result(
+        numbers,
+        _choices(s),
+        _table(numbers),
+        ("figure-1.png",),
+        ("The paper's figure is a cartoon without numbers; this one is computed.",),
+    )
 
 
 def _table(numbers: dict[str, Any]) -> Table:
@@ -138,14 +163,26 @@ def _table(numbers: dict[str, Any]) -> Table:
         )
         for key, name in names.items()
     ]
-    return Table("Figure 1: the minimiser of f by hypergradients and on a grid", ("quantity", "paper", "ours", "grid", "difference", "why"), rows)
+    return Table(
+        "Figure 1: the minimiser of f by hypergradients and on a grid",
+        ("quantity", "paper", "ours", "grid", "difference", "why"),
+        rows,
+    )
 
 
 def _choices(s: Settings) -> dict[str, str]:
     return {
-        "problem": f"w·tanh(λx) fitted to tanh({s.slope:g}x) plus normal noise of {s.noise:g}, {s.points} points, half of them to validate on",
-        "inner": f"mean squared error + {s.ridge:g} w², {s.steps} steps of gradient descent with η = {s.lr:g} from w = 0",
-        "outer": f"Adam, step {s.outer_lr:g} falling to 0 along a cosine, {s.iterations} hyperiterations from λ = {s.start:g}, Λ = [{s.low:g}, {s.high:g}]",
+        "problem": (
+            f"w·tanh(λx) fitted to tanh({s.slope:g}x) plus normal noise of {s.noise:g}, {s.points} points, half of "
+            "them to validate on"
+        ),
+        "inner": (
+            f"mean squared error + {s.ridge:g} w², {s.steps} steps of gradient descent with η = {s.lr:g} from w = 0"
+        ),
+        "outer": (
+            f"Adam, step {s.outer_lr:g} falling to 0 along a cosine, {s.iterations} hyperiterations from λ = "
+            f"{s.start:g}, Λ = [{s.low:g}, {s.high:g}]"
+        ),
     }
 
 
@@ -153,13 +190,39 @@ def _draw(path: Path, s: Settings, task: bl.Task, grid: Curve, drawn: Curve, sol
     with picture(path, height=5.2) as figure:
         left, right = figure.subplots(1, 2)
         _draw_inner(left, s, task, drawn, grid)
-        left.plot([float(solution.inner)], [solution.value], linestyle="none", marker="o", markersize=9, color=RED, label=r"minimiser of $f$", zorder=6)
+        left.plot(
+            [float(solution.inner)],
+            [solution.value],
+            linestyle="none",
+            marker="o",
+            markersize=9,
+            color=RED,
+            label=r"minimiser of $f$",
+            zorder=6,
+        )
         legend_below(left)
         titled(right, "Outer objective", r"outer variable $\lambda$", r"validation error $f(\lambda) = E(w_\lambda)$")
         right.plot(grid.lam, grid.outer, color=BLACK, label=r"$f(\lambda)$, closed form")
-        right.plot(drawn.lam, drawn.outer, linestyle="none", marker="o", markersize=6, color=BLUE, label=r"the $\lambda$ of the left panel")
+        right.plot(
+            drawn.lam,
+            drawn.outer,
+            linestyle="none",
+            marker="o",
+            markersize=6,
+            color=BLUE,
+            label=r"the $\lambda$ of the left panel",
+        )
         found = rf"found by solve: $\lambda$ = {float(solution.outer):.2f}"
-        right.plot([float(solution.outer)], [solution.value], linestyle="none", marker="o", markersize=9, color=RED, label=found, zorder=5)
+        right.plot(
+            [float(solution.outer)],
+            [solution.value],
+            linestyle="none",
+            marker="o",
+            markersize=9,
+            color=RED,
+            label=found,
+            zorder=5,
+        )
         right.set_ylim(bottom=0)
         legend_below(right)
 
@@ -170,14 +233,40 @@ def _draw_inner(axes: Axes, s: Settings, task: bl.Task, drawn: Curve, grid: Curv
     w = torch.linspace(float(drawn.w.min()) - 0.6, float(drawn.w.max()) + 0.6, 300, dtype=torch.float64)
     for index, lam in enumerate(s.curves):
         training = ((w[:, None] * torch.tanh(lam * x) - y) ** 2).mean(1) + s.ridge * w**2
-        axes.plot(w, training, color=BLUE, alpha=0.7, linewidth=1.2, label=r"training error $L_\lambda(w)$, a line for each $\lambda$" if index == 0 else None)
-        # Outwards, where the parabolas leave room: their bottoms lie on a curve that falls and rises again; the lowest has room below.
+        axes.plot(
+            w,
+            training,
+            color=BLUE,
+            alpha=0.7,
+            linewidth=1.2,
+            label=r"training error $L_\lambda(w)$, a line for each $\lambda$" if index == 0 else None,
+        )
+        # Outwards, where the parabolas leave room: their bottoms lie on a curve that falls and rises again; the lowest
+        # has room below.
         lowest = int(drawn.inner.argmin())
         side = 0 if index == lowest else 1 if drawn.w[index] > drawn.w[lowest] else -1
         at = (float(drawn.w[index]), float(drawn.inner[index]))
         align = {-1: "right", 0: "center", 1: "left"}[side]
-        axes.annotate(f"{lam:g}", at, (7 * side, -4 if side else -6), textcoords="offset points", ha=align, va="top", fontsize=9, color=BLUE)
-    axes.plot(drawn.w, drawn.inner, linestyle="none", marker="o", markersize=6, color=BLUE, label=r"its minimiser $w_\lambda$ (number: $\lambda$)", zorder=4)
+        axes.annotate(
+            f"{lam:g}",
+            at,
+            (7 * side, -4 if side else -6),
+            textcoords="offset points",
+            ha=align,
+            va="top",
+            fontsize=9,
+            color=BLUE,
+        )
+    axes.plot(
+        drawn.w,
+        drawn.inner,
+        linestyle="none",
+        marker="o",
+        markersize=6,
+        color=BLUE,
+        label=r"its minimiser $w_\lambda$ (number: $\lambda$)",
+        zorder=4,
+    )
     axes.plot(grid.w, grid.outer, color=BLACK, label=r"validation error at $w_\lambda$, all $\lambda$", zorder=3)
     axes.set_ylim(0, 1.6 * float(max(drawn.inner.max(), drawn.outer.max())))
     axes.set_xlim(float(w[0]), float(w[-1]))

@@ -1,8 +1,8 @@
 """Two inner minimisers, and gradient descent at the worse: f_T need not tend to f.
 
-The model is g_w(a, b) = w²·a + w·b. The training points all have b = 0, so that the training error sees w² only and has two minimisers ±w; the
-validation points do have b, and tell the sign. Started at a small positive w, gradient descent ends at the wrong one (Section 3):
-lim f_T(λ) = E(w⁽¹⁾, λ) > E(w⁽²⁾, λ) = f(λ).
+The model is g_w(a, b) = w²·a + w·b. The training points all have b = 0, so that the training error sees w² only and has
+two minimisers ±w; the validation points do have b, and tell the sign. Started at a small positive w, gradient descent
+ends at the wrong one (Section 3): lim f_T(λ) = E(w⁽¹⁾, λ) > E(w⁽²⁾, λ) = f(λ).
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def error(w: Tensor, data: Points) -> Tensor:
 def two_wells(start: float) -> bl.Problem:
     """Mean squared errors; λ weighs a penalty w², which leaves both minimisers equally good inside."""
     return bl.Problem(
-        inner=lambda w, lam, data: error(w, data) + lam * w**2, outer=lambda w, lam, data: error(w, data), init=lambda lam: torch.full_like(lam, start)
+        inner=lambda w, lam, data: error(w, data) + lam * w**2,
+        outer=lambda w, lam, data: error(w, data),
+        init=lambda lam: torch.full_like(lam, start),
     )
 
 
@@ -74,24 +76,40 @@ def draw_task(s: Settings) -> bl.Task:
 
 
 def minimisers(task: bl.Task, penalty: float) -> tuple[float, float]:
-    """w⁽¹⁾ > 0 > w⁽²⁾ in closed form: with u = w², the training error mean(ua − y)² + λu is least at u = (mean(ay) − λ/2)/mean(a²)."""
+    """w⁽¹⁾ > 0 > w⁽²⁾ in closed form: with u = w², the training error mean(ua − y)² + λu is least at u = (mean(ay) −
+    λ/2)/mean(a²)."""
     a, _, y = task.train
     u = float(((a * y).mean() - penalty / 2) / (a * a).mean())
-    require(u > 0, f"penalty={penalty} is so large that w = 0 is the only minimiser; pass one below {float(2 * (a * y).mean()):.3g}.")
+    require(
+        u > 0,
+        f"penalty={penalty} is so large that w = 0 is the only minimiser; pass one below "
+        f"{float(2 * (a * y).mean()):.3g}.",
+    )
     return u**0.5, -(u**0.5)
 
 
 def approximation(task: bl.Task, penalty: float, steps: int, s: Settings) -> tuple[float, float]:
     """w_T and f_T(λ)."""
     lam = torch.tensor(penalty, dtype=torch.float64)
-    found = bl.hypergradient(two_wells(s.start), lam, task, dynamics=bl.GradientDescent(s.lr), steps=steps, method=bl.Reverse(), allow_unused=True)
+    found = bl.hypergradient(
+        two_wells(s.start),
+        lam,
+        task,
+        dynamics=bl.GradientDescent(s.lr),
+        steps=steps,
+        method=bl.Reverse(),
+        allow_unused=True,
+    )
     return float(found.inner), float(found.value)
 
 
 def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     """Figure 2 from data: both outer values, and f_T on its way to the wrong one."""
     s = settings
-    require(s.start != 0, "start=0 is the top between the two wells, where gradient descent stays for ever; pass a number on one side.")
+    require(
+        s.start != 0,
+        "start=0 is the top between the two wells, where gradient descent stays for ever; pass a number on one side.",
+    )
     require(len(s.steps) >= 1 and len(s.penalties) >= 1, "steps and penalties must each hold at least one number.")
     task = draw_task(s)
     for penalty in (s.penalty, *s.penalties):
@@ -99,14 +117,24 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     with one_thread():
         path = [approximation(task, s.penalty, steps, s) for steps in s.steps]
         by_penalty = [_limits(task, penalty, s) for penalty in s.penalties]
-    numbers = {"at": _limits(task, s.penalty, s), "T": list(s.steps), "w_T": [w for w, _ in path], "f_T": [f for _, f in path], "by penalty": by_penalty}
+    numbers = {
+        "at": _limits(task, s.penalty, s),
+        "T": list(s.steps),
+        "w_T": [w for w, _ in path],
+        "f_T": [f for _, f in path],
+        "by penalty": by_penalty,
+    }
     _draw(out / "figure-2.png", s, task, numbers)
-    notes = ("The paper's figure is a cartoon without numbers; this one is computed. The gap holds for every λ tried, see result.json.",)
+    notes = (
+        "The paper's figure is a cartoon without numbers; this one is computed. The gap holds for every λ tried, see "
+        "result.json.",
+    )
     return Result(numbers, _choices(s), _table(s, numbers), ("figure-2.png",), notes)
 
 
 def _limits(task: bl.Task, penalty: float, s: Settings) -> dict[str, float]:
-    """w1 on the side of the start and w2 on the other, their inner and outer values, and what the largest T gives at this λ."""
+    """w1 on the side of the start and w2 on the other, their inner and outer values, and what the largest T gives at
+    this λ."""
     right, left = minimisers(task, penalty)
     reached, other = (right, left) if s.start > 0 else (left, right)
     w, f = approximation(task, penalty, max(s.steps), s)
@@ -121,17 +149,38 @@ def _limits(task: bl.Task, penalty: float, s: Settings) -> dict[str, float]:
 def _table(s: Settings, numbers: dict[str, Any]) -> Table:
     at = numbers["at"]
     rows = [
-        ("L(w1), w1 on the side of the start", "= L(w2)", f"{at['L1']:.6f}", f"{at['L1'] - at['L2']:+.1e}", "both minimise the inner objective"),
-        ("E(w1)", "> E(w2)", f"{at['E1']:.6f}", f"{at['E1'] - at['E2']:+.3f}", "the training data do not tell the sign of w"),
+        (
+            "L(w1), w1 on the side of the start",
+            "= L(w2)",
+            f"{at['L1']:.6f}",
+            f"{at['L1'] - at['L2']:+.1e}",
+            "both minimise the inner objective",
+        ),
+        (
+            "E(w1)",
+            "> E(w2)",
+            f"{at['E1']:.6f}",
+            f"{at['E1'] - at['E2']:+.3f}",
+            "the training data do not tell the sign of w",
+        ),
         ("E(w2)", "= f(λ)", f"{at['E2']:.6f}", f"{at['E2'] - at['f']:+.1e}", "f(λ) is the better of the two, by Eq. 2"),
-        (f"f_T(λ), T = {max(s.steps)}", "→ E(w1)", f"{at['f_T']:.6f}", f"{at['f_T'] - at['E1']:+.1e}", "gradient descent stays on the side where it began"),
+        (
+            f"f_T(λ), T = {max(s.steps)}",
+            "→ E(w1)",
+            f"{at['f_T']:.6f}",
+            f"{at['f_T'] - at['E1']:+.1e}",
+            "gradient descent stays on the side where it began",
+        ),
     ]
     return Table(f"Figure 2 at λ = {s.penalty:g}", ("quantity", "paper", "ours", "difference", "why"), rows)
 
 
 def _choices(s: Settings) -> dict[str, str]:
     return {
-        "problem": f"w²·a + w·b with w = {s.truth:g} plus normal noise of {s.noise:g}; {s.points} training points with b = 0 and as many validation points "
+        "problem": (
+            f"w²·a + w·b with w = {s.truth:g} plus normal noise of {s.noise:g}; {s.points} training points with b = 0 "
+            "and as many validation points "
+        )
         "with normal b",
         "inner": f"mean squared error + λw², λ = {s.penalty:g}",
         "dynamics": f"gradient descent, η = {s.lr:g}, from w = {s.start:g}",
@@ -146,7 +195,16 @@ def _draw(path: Path, s: Settings, task: bl.Task, numbers: dict[str, Any]) -> No
         titled(right, r"$f_T$ tends to $E(w^{(1)})$", "inner steps $T$", "outer value")
         right.axhline(at["E1"], color=RED, linestyle="--", label=rf"$E(w^{{(1)}})$ = {at['E1']:.3g}")
         right.axhline(at["E2"], color=GREEN, linestyle="--", label=rf"$E(w^{{(2)}})$ = {at['E2']:.3g}")
-        right.plot(numbers["T"], numbers["f_T"], color=BLUE, marker="o", markersize=5, label=r"$f_T(\lambda)$", clip_on=False, zorder=4)
+        right.plot(
+            numbers["T"],
+            numbers["f_T"],
+            color=BLUE,
+            marker="o",
+            markersize=5,
+            label=r"$f_T(\lambda)$",
+            clip_on=False,
+            zorder=4,
+        )
         right.set_xscale("symlog", linthresh=1)
         right.set_xlim(0, 1.2 * max(*s.steps, 1))
         right.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
@@ -167,10 +225,28 @@ def _draw_wells(axes: Axes, s: Settings, task: bl.Task, numbers: dict[str, Any])
     axes.plot(w, [inner(v) for v in w], color=BLUE, label=r"inner objective $L_\lambda(w)$")
     axes.plot(w, [float(error(torch.tensor(v), task.val)) for v in w], color=ORANGE, label="outer objective $E(w)$")
     iterates = numbers["w_T"]
-    axes.plot(iterates, [inner(v) for v in iterates], linestyle="none", marker="o", markersize=4.5, color=BLACK, label="gradient descent", zorder=4)
+    axes.plot(
+        iterates,
+        [inner(v) for v in iterates],
+        linestyle="none",
+        marker="o",
+        markersize=4.5,
+        color=BLACK,
+        label="gradient descent",
+        zorder=4,
+    )
     for name, colour in (("1", RED), ("2", GREEN)):
         axes.plot([at["w" + name]] * 2, [at["L" + name], at["E" + name]], color=colour, linestyle=":", linewidth=1.4)
-        axes.plot([at["w" + name]], [at["E" + name]], linestyle="none", marker="D", markersize=8, color=colour, label=rf"$E(w^{{({name})}})$", zorder=5)
+        axes.plot(
+            [at["w" + name]],
+            [at["E" + name]],
+            linestyle="none",
+            marker="D",
+            markersize=8,
+            color=colour,
+            label=rf"$E(w^{{({name})}})$",
+            zorder=5,
+        )
     highest = max(at["E1"], at["E2"])
     axes.set_ylim(-0.05 * highest, 1.9 * highest)
     axes.set_xlim(-reach, reach)

@@ -30,20 +30,26 @@ def pairs(options: Sequence[str]) -> dict[str, str]:
 
 
 def apply(kind: type[Any], quick: Mapping[str, Any], overrides: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
-    """`kind` with the quick settings and then the overrides; also those overrides that change something, as normalised text."""
+    """`kind` with the quick settings and then the overrides; also those overrides that change something, as normalised
+    text."""
     hints = get_type_hints(kind)
     before = replace(kind(), **quick)
     changed = {}
     for key, text in overrides.items():
         if key not in hints:
-            known = "\n".join(f"  {f.name}={as_text(getattr(kind(), f.name))}  ({describe(hints[f.name])})" for f in fields(kind))
-            raise BilevelError(f"There is no setting {key!r}.{did_you_mean(key, hints)} The settings and their defaults are:\n{known}")
+            known = "\n".join(
+                f"  {f.name}={as_text(getattr(kind(), f.name))}  ({describe(hints[f.name])})" for f in fields(kind)
+            )
+            raise BilevelError(
+                f"There is no setting {key!r}.{did_you_mean(key, hints)} The settings and their defaults are:\n{known}"
+            )
         try:
             changed[key] = parse(text, hints[key])
         except ValueError as error:
             reason = f" ({error})" if isinstance(error, BilevelError) else ""
             raise BilevelError(
-                f"--set {key}={text}: {key} is {describe(hints[key])}, and {text!r} is not{reason}. Its default is {key}={as_text(getattr(kind(), key))}."
+                f"--set {key}={text}: {key} is {describe(hints[key])}, and {text!r} is not{reason}. Its default is "
+                f"{key}={as_text(getattr(kind(), key))}."
             ) from error
     given = {key: as_text(value) for key, value in changed.items() if value != getattr(before, key)}
     return replace(before, **changed), given
@@ -88,7 +94,12 @@ def describe(hint: Any) -> str:
         example = {int: "10,50,100", float: "0.1,0.5"}.get(get_args(hint)[0], "a,b")
         plural = {int: "whole numbers", float: "numbers"}.get(get_args(hint)[0], "words")
         return f"{plural} separated by commas, such as {example}"
-    return {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)", str: "a word (str)"}.get(hint, str(hint))
+    return {
+        int: "a whole number (int)",
+        float: "a number (float)",
+        bool: "true or false (bool)",
+        str: "a word (str)",
+    }.get(hint, str(hint))
 
 
 def as_text(value: Any) -> str:
@@ -102,4 +113,6 @@ def as_text(value: Any) -> str:
 
 def as_options(given: Mapping[str, str]) -> list[str]:
     """The overrides as words of a shell command; the seed has an option of its own."""
-    return [f"--seed {text}" if key == "seed" else f"--set {shlex.quote(f'{key}={text}')}" for key, text in given.items()]
+    return [
+        f"--seed {text}" if key == "seed" else f"--set {shlex.quote(f'{key}={text}')}" for key, text in given.items()
+    ]

@@ -70,7 +70,8 @@ def plain(value: Any) -> Any:
 def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
     """A scratch folder beside `out/name`, and the function that moves its files there, `result.json` last.
 
-    Made before any work, so that a path that cannot be written costs no time; an interrupted run leaves earlier results as they were.
+    Made before any work, so that a path that cannot be written costs no time; an interrupted run leaves earlier results
+    as they were.
     """
     try:
         target = out / name
@@ -78,7 +79,8 @@ def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
         scratch = Path(tempfile.mkdtemp(prefix=".writing-", dir=target))
     except OSError as error:
         raise BilevelError(
-            f"The results cannot be written to {out / name}: {error.strerror or error}. Pass a folder that can be written with --out DIR."
+            f"The results cannot be written to {out / name}: {error.strerror or error}. Pass a folder that can be "
+            "written with --out DIR."
         ) from error
 
     def publish() -> Path:

@@ -52,7 +52,9 @@ class LinearSolver(ABC):
     """Solves A x = b, b a vector."""
 
     @abstractmethod
-    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
+    ) -> LinearSolution:
         """The solution, started from `x0` (a warm start) where the solver iterates."""
 
     @classmethod

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class CG(LinearSolver):
     """Conjugate gradients for a symmetric positive definite A, preconditioned by `Nystrom` if given.
 
-    A map that is not symmetric is refused, and so is one with negative curvature: at such a point the inner problem has no
-    minimiser for an implicit gradient to refer to.
+    A map that is not symmetric is refused, and so is one with negative curvature: at such a point the inner problem has
+    no minimiser for an implicit gradient to refer to.
 
     Args:
         tol: stop at ‖b − A x‖ ≤ tol·‖b‖.
@@ -34,7 +34,9 @@ class CG(LinearSolver):
     max_iter: int | None = None
     preconditioner: Nystrom | None = None
 
-    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
+    ) -> LinearSolution:
         operator = as_operator(matvec)
         products = 0
         if operator.symmetric is None:
@@ -57,8 +59,10 @@ class CG(LinearSolver):
             curvature = torch.dot(direction, image)
             if not curvature > 0:
                 raise BilevelError(
-                    f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration {iterations}: the matrix is not positive "
-                    "definite, so w_T is not near a strict minimiser of the inner objective. Run more inner steps, add an L2 term to "
+                    f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration "
+                    f"{iterations}: the matrix is not positive "
+                    "definite, so w_T is not near a strict minimiser of the inner objective. Run more inner steps, "
+                    "add an L2 term to "
                     "the inner objective, or use Reverse(), which needs no minimiser."
                 )
             length = slope / curvature
@@ -85,6 +89,7 @@ def _refuse_unless_symmetric(operator: Operator, b: Tensor) -> None:
     tolerance = 1e3 * torch.finfo(b.dtype).eps * float(u.norm() * v.norm() + left.abs() + right.abs())
     if abs(float(left - right)) > tolerance:
         raise BilevelError(
-            f"CG was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = {float(right):.6g}. "
+            f"CG was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = "
+            f"{float(right):.6g}. "
             "Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
         )

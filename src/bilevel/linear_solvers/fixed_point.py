@@ -5,27 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, largest_eigenvalue, relative
+from bilevel.linear_solvers.base import (
+    LinearSolution,
+    LinearSolver,
+    Operator,
+    as_operator,
+    largest_eigenvalue,
+    relative,
+)
 
 
 @dataclass(frozen=True)
 class FixedPoint(LinearSolver):
     """x ← x + ω(b − A x) until ‖b − A x‖ ≤ tol·‖b‖.
 
-    With A = I − ∂Φᵀ and ω = 1 this runs the adjoint of the inner dynamics to its own fixed point. For a Hessian ω is 1/ν, with ν from a
-    power iteration, unless `step` is given. A need not be symmetric.
+    With A = I − ∂Φᵀ and ω = 1 this runs the adjoint of the inner dynamics to its own fixed point. For a Hessian ω is
+    1/ν, with ν from a power iteration, unless `step` is given. A need not be symmetric.
     """
 
     tol: float = 1e-10
     max_iter: int = 10_000
     step: float | None = None
 
-    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
+    ) -> LinearSolution:
         operator = as_operator(matvec)
         omega, products = relaxation(operator, b, self.step)
         x = omega * b if x0 is None else x0.clone()
@@ -36,8 +43,10 @@ class FixedPoint(LinearSolver):
                 return LinearSolution(x, relative(residual, b), products + iteration + 1, True)
             if not residual.norm() <= 1e8 * start:
                 raise BilevelError(
-                    f"FixedPoint diverged: after {iteration} iterations the residual is {float(residual.norm() / start):.3g} times ‖b‖ with step "
-                    f"{omega:.3g}. The map does not contract at w_T: use CG() for a Hessian, or Direct() for a small problem."
+                    f"FixedPoint diverged: after {iteration} iterations the residual is "
+                    f"{float(residual.norm() / start):.3g} times ‖b‖ with step "
+                    f"{omega:.3g}. The map does not contract at w_T: use CG() for a Hessian, or Direct() for a small "
+                    "problem."
                 )
             x = x + omega * residual
         residual = b - operator(x)
@@ -54,5 +63,3 @@ def relaxation(operator: Operator, b: Tensor, step: float | None) -> tuple[float
     bound = largest_eigenvalue(operator, b, products)
     # Power iteration underestimates ν: a tenth less than 1/ν keeps the iteration on the safe side of 2/ν.
     return (0.9 / bound if bound > 0 else 1.0), products
-
-

@@ -14,8 +14,9 @@ from bilevel.linear_solvers.base import Operator, random_directions
 class Spectrum:
     """Bounds on the eigenvalues of A.
 
-    `smallest` and `largest` are Ritz values moved outwards by their residual norms. With `complete` the Krylov space was exhausted, and they are the
-    extreme eigenvalues to rounding; otherwise the true smallest may lie lower, with small probability for a random start.
+    `smallest` and `largest` are Ritz values moved outwards by their residual norms. With `complete` the Krylov space
+    was exhausted, and they are the extreme eigenvalues to rounding; otherwise the true smallest may lie lower, with
+    small probability for a random start.
     """
 
     smallest: float
@@ -40,7 +41,9 @@ def lanczos(operator: Operator, like: Tensor, products: int = 200, seed: int = 3
             image = image - span.T @ (span @ image)
         length = image.norm()
         off.append(length)
-        scale = max(float(torch.stack(diagonal).abs().max()), float(torch.stack(off[:-1]).max()) if len(off) > 1 else 0.0)
+        scale = max(
+            float(torch.stack(diagonal).abs().max()), float(torch.stack(off[:-1]).max()) if len(off) > 1 else 0.0
+        )
         if float(length) <= 1e3 * torch.finfo(like.dtype).eps * max(scale, 1e-300):
             complete = True
             break

@@ -23,7 +23,9 @@ class Neumann(LinearSolver):
     terms: int = 100
     step: float | None = None
 
-    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
+    ) -> LinearSolution:
         if self.terms < 1:
             raise BilevelError(f"Neumann(terms={self.terms}) has nothing to add up; pass terms ≥ 1.")
         operator = as_operator(matvec)
@@ -32,7 +34,8 @@ class Neumann(LinearSolver):
         for _ in range(self.terms - 1):
             x = x + omega * (b - operator(x))
         residual = relative(b - operator(x), b)
-        # How accurate a truncated series is meant to be is the caller's choice, so it is never "not converged" unless it diverges.
+        # How accurate a truncated series is meant to be is the caller's choice, so it is never "not converged" unless
+        # it diverges.
         return LinearSolution(x, residual, products + self.terms + (x0 is not None), residual < 1.0)
 
     @classmethod

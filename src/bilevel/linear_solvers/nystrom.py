@@ -17,8 +17,9 @@ from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, 
 class Nystrom(LinearSolver):
     """x = (Â + damping·I)⁻¹ b with Â = U diag(s) Uᵀ, a rank-`rank` approximation of A from as many products.
 
-    An inverse in its own right where A is a low-rank matrix plus damping·I, as the Hessian of a wide model with weight decay `damping`
-    nearly is; its residual says whether that was so. Elsewhere use it as a preconditioner: `CG(preconditioner=Nystrom(rank=50))`.
+    An inverse in its own right where A is a low-rank matrix plus damping·I, as the Hessian of a wide model with weight
+    decay `damping` nearly is; its residual says whether that was so. Elsewhere use it as a preconditioner:
+    `CG(preconditioner=Nystrom(rank=50))`.
 
     Args:
         rank: products spent on the sketch.
@@ -44,7 +45,8 @@ class Nystrom(LinearSolver):
         factor, failed = torch.linalg.cholesky_ex((core + core.T) / 2)
         if failed:
             raise BilevelError(
-                "Nystrom() met negative curvature: the matrix is not positive semi-definite, so w_T is not near a minimiser of the inner "
+                "Nystrom() met negative curvature: the matrix is not positive semi-definite, so w_T is not near a "
+                "minimiser of the inner "
                 "objective. Run more inner steps, add an L2 term, or use Reverse()."
             )
         half = torch.linalg.solve_triangular(factor, image.T, upper=False).T
@@ -59,7 +61,8 @@ class Nystrom(LinearSolver):
             known = torch.maximum(values, outside)
         if not outside > 0:
             raise BilevelError(
-                "Nystrom() needs a positive damping here, because the sketch found directions without curvature. Pass damping=…, the strength "
+                "Nystrom() needs a positive damping here, because the sketch found directions without curvature. Pass "
+                "damping=…, the strength "
                 "of the L2 term for example."
             )
 
@@ -69,7 +72,9 @@ class Nystrom(LinearSolver):
 
         return apply
 
-    def solve(self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+    def solve(
+        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
+    ) -> LinearSolution:
         operator = as_operator(matvec)
         invert = self.inverse(operator, b)
         x = invert(b) if x0 is None else x0 + invert(b - operator(x0))

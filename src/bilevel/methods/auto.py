@@ -36,17 +36,32 @@ def choose(process: Process, budget: int = BUDGET) -> tuple[Method, str]:
         except BilevelError:
             pass
         else:
-            return spectral, f"Spectral: the inner objective is quadratic with constant steps, so the cost need not grow with T ({sizes})."
+            return (
+                spectral,
+                "Spectral: the inner objective is quadratic with constant steps, so the cost need not grow with T "
+                f"({sizes}).",
+            )
 
     check_process(process, Unrolled())
     graph, iterates = steps * process.findings["graph bytes"] if steps else 0, steps * trees.nbytes(state)
     if graph <= budget:
         return Unrolled(), f"Unrolled: recording all steps takes about {_amount(graph)}, which fits ({sizes})."
     if iterates <= budget:
-        return Reverse(), f"Reverse: recording all steps would take about {_amount(graph)}, the iterates alone {_amount(iterates)} ({sizes})."
+        return (
+            Reverse(),
+            f"Reverse: recording all steps would take about {_amount(graph)}, the iterates alone {_amount(iterates)} "
+            f"({sizes}).",
+        )
     if count <= 8:
-        return Forward(), f"Forward: the iterates alone would take {_amount(iterates)}, and λ has only {count} numbers ({sizes})."
-    return Reverse("sqrt"), f"Reverse('sqrt'): the iterates alone would take {_amount(iterates)}; √T checkpoints and one more forward pass do ({sizes})."
+        return (
+            Forward(),
+            f"Forward: the iterates alone would take {_amount(iterates)}, and λ has only {count} numbers ({sizes}).",
+        )
+    return (
+        Reverse("sqrt"),
+        f"Reverse('sqrt'): the iterates alone would take {_amount(iterates)}; √T checkpoints and one more forward "
+        f"pass do ({sizes}).",
+    )
 
 
 def _amount(size: float) -> str:

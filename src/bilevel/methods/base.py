@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from typing_extensions import Self
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.methods.process import Gradients, Process, State
+from bilevel.methods.process import Process, State
 from bilevel.trees import Tree
 
 Part = Literal["the start", "the inner objective", "the dynamics", "the outer objective"]
@@ -27,8 +28,8 @@ class Stats:
         method: its name.
         steps: forward steps of the dynamics, those recomputed from checkpoints included.
         replayed: steps run once more with a graph, to be differentiated.
-        peak_memory: bytes that the method itself kept from one step to another (iterates, tangents, recorded graph). The data, λ and a
-            single step's workspace come on top.
+        peak_memory: bytes that the method itself kept from one step to another (iterates, tangents, recorded graph).
+            The data, λ and a single step's workspace come on top.
         seconds: wall-clock time.
         residual: relative residual of the linear system, for the methods that solve one.
         products: products with the matrix of that system.
@@ -89,7 +90,7 @@ class Method(ABC):
         """Where λ may enter for this method to notice it."""
         return EVERYTHING
 
-    def check(self, process: Process) -> None:
+    def check(self, process: Process) -> None:  # noqa: B027 - most methods apply everywhere
         """Raise a `BilevelError` if this method does not apply to the process; called before any work."""
 
     @classmethod
@@ -98,16 +99,26 @@ class Method(ABC):
         return [cls()]
 
     def result(
-        self, process: Process, value: Tensor, state: State, gradients: Gradients, *, pulled: bool = False, extra: dict[str, Any] | None = None, **stats: Any
+        self,
+        process: Process,
+        value: Tensor,
+        state: State,
+        gradients: Sequence[Tensor | None],
+        *,
+        pulled: bool = False,
+        extra: dict[str, Any] | None = None,
+        **stats: Any,
     ) -> Hypergradient:
         """Wrap up: carry the gradient through `encode` and put it into λ's shape."""
-        parts = gradients if pulled else process.pull_back(gradients)
+        parts = list(gradients) if pulled else process.pull_back(list(gradients))
         lam = process.variables[: process.outer_count]
         unseen = [path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None]
         if unseen and not process.allow_unused:
             raise BilevelError(
-                f"{type(self).__name__} found no way from λ{unseen[0]} to the outer objective in these {process.steps} steps. Remove it from λ, "
-                "use a method that sees all steps such as Reverse(), or pass allow_unused=True to have its gradient be zero."
+                f"{type(self).__name__} found no way from λ{unseen[0]} to the outer objective in these "
+                f"{process.steps} steps. Remove it from λ, "
+                "use a method that sees all steps such as Reverse(), or pass allow_unused=True to have its gradient "
+                "be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]
         grad = trees.flatten(process.lam)[1].unflatten(filled)

@@ -21,13 +21,21 @@ from bilevel.trees import Tree
 def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Task]:
     """What can be said before anything is run. Returns the tasks as a list."""
     if not isinstance(problem, Problem):
-        raise BilevelError(f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {_what(problem)}.")
+        raise BilevelError(
+            f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {_what(problem)}."
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise BilevelError(f"steps={steps!r} is not a number of inner steps: pass an int T ≥ 0 (0 evaluates the outer objective at init(λ)).")
+        raise BilevelError(
+            f"steps={steps!r} is not a number of inner steps: pass an int T ≥ 0 (0 evaluates the outer objective at "
+            "init(λ))."
+        )
     check_lam(lam)
     listed = list(tasks) if isinstance(tasks, (list, tuple)) else [tasks]
     if not listed:
-        raise BilevelError("The list of tasks is empty, so there is no outer objective to average. Pass at least one bilevel.Task(train, val).")
+        raise BilevelError(
+            "The list of tasks is empty, so there is no outer objective to average. Pass at least one "
+            "bilevel.Task(train, val)."
+        )
     for task in listed:
         check_task(task)
     return listed
@@ -40,28 +48,44 @@ def check_lam(lam: Tree) -> None:
         raise BilevelError("λ has no tensors in it. Pass a tensor or a dict, list or tuple of tensors.")
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            raise BilevelError(f"λ{trees.paths(lam)[index]} is {_what(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype instead.")
+            raise BilevelError(
+                f"λ{trees.paths(lam)[index]} is {_what(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype "
+                "instead."
+            )
         if leaf.is_complex():
-            raise BilevelError(f"λ{trees.paths(lam)[index]} is complex ({leaf.dtype}), and an outer variable must be real. Pass real and imaginary parts as two leaves.")
+            raise BilevelError(
+                f"λ{trees.paths(lam)[index]} is complex ({leaf.dtype}), and an outer variable must be real. Pass real "
+                "and imaginary parts as two leaves."
+            )
         if not leaf.is_floating_point():
             raise BilevelError(
-                f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or .float(), or move a discrete choice out of λ."
+                f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or "
+                ".float(), or move a discrete choice out of λ."
             )
         if not bool(torch.isfinite(leaf).all()):
             bad = int((~torch.isfinite(leaf)).sum())
-            raise DivergenceError(f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite values; nothing was computed.")
+            raise DivergenceError(
+                f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite "
+                "values; nothing was computed."
+            )
 
 
 def check_task(task: Any) -> None:
     if not isinstance(task, Task):
         raise BilevelError(f"A task must be a bilevel.Task(train, val), but it is {_what(task)}.")
     if callable(task.val):
-        raise BilevelError("task.val is a function, and the outer objective is evaluated on one batch. Pass the validation batch itself.")
+        raise BilevelError(
+            "task.val is a function, and the outer objective is evaluated on one batch. Pass the validation batch "
+            "itself."
+        )
     for name, tree in (("train", task.train), ("val", task.val)):
         for index, leaf in enumerate(trees.leaves(tree)):
             if isinstance(leaf, Tensor) and leaf.numel() == 0:
                 where = trees.paths(tree)[index]
-                raise BilevelError(f"The task is empty: task.{name}{where} has shape {list(leaf.shape)}, with no examples. Pass at least one.")
+                raise BilevelError(
+                    f"The task is empty: task.{name}{where} has shape {list(leaf.shape)}, with no examples. Pass at "
+                    "least one."
+                )
 
 
 def check_process(process: Process, method: Method) -> None:
@@ -70,7 +94,15 @@ def check_process(process: Process, method: Method) -> None:
     The verdict is remembered on the problem, so that the calls of a loop are checked once.
     """
     memory = process.problem.checked
-    key = (method, process.steps, process.allow_unused, process.start is None, process.previous is None, _kind(process.source), _kind(process.variables))
+    key = (
+        method,
+        process.steps,
+        process.allow_unused,
+        process.start is None,
+        process.previous is None,
+        _kind(process.source),
+        _kind(process.variables),
+    )
     if key in memory:
         process.findings = memory[key]
         return
@@ -86,7 +118,8 @@ def check_process(process: Process, method: Method) -> None:
 
 
 def _kind(value: Any) -> Any:
-    """What two dynamics or trees must share for one check to serve both: shapes and code, not the numbers in tensors."""
+    """What two dynamics or trees must share for one check to serve both: shapes and code, not the numbers in
+    tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if is_dataclass(value):
@@ -103,16 +136,23 @@ def _check_sampler(process: Process) -> None:
     if not callable(task.train) or not process.steps:
         return
     first, second = process.times[0], process.times[-1]
-    one, _, again = _call("task.train", task.batch, first), _call("task.train", task.batch, second), _call("task.train", task.batch, first)
+    one, _, again = (
+        _call("task.train", task.batch, first),
+        _call("task.train", task.batch, second),
+        _call("task.train", task.batch, first),
+    )
     check_task(Task(one, task.val))
     if not same(one, again):
         raise BilevelError(
-            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay steps, so a sampler with hidden "
-            "state makes them wrong. Draw the batch from t, for example with torch.Generator().manual_seed(t), or use bilevel.Minibatches(data, size)."
+            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients "
+            "replay steps, so a sampler with hidden "
+            "state makes them wrong. Draw the batch from t, for example with torch.Generator().manual_seed(t), or use "
+            "bilevel.Minibatches(data, size)."
         )
     if reached(trees.leaves(one), process.variables[: process.outer_count]):
         raise BilevelError(
-            "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient would be lost. "
+            "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient "
+            "would be lost. "
             "Let train be a bilevel.Minibatches over the encoded data, or a batch."
         )
 
@@ -127,7 +167,9 @@ def _check_start(process: Process) -> Any:
     for path, leaf in zip(trees.paths(state[0]), leaves, strict=True):
         if not trees.is_variable(leaf):
             kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else _what(leaf)
-            raise BilevelError(f"{name} gave w{path} = {kind}, which has no gradient. Every leaf of w must be a floating-point tensor.")
+            raise BilevelError(
+                f"{name} gave w{path} = {kind}, which has no gradient. Every leaf of w must be a floating-point tensor."
+            )
         if not bool(torch.isfinite(leaf).all()):
             raise DivergenceError(f"{name} gave NaN or Inf in w{path}; nothing was computed.", step=0)
     return state
@@ -138,25 +180,41 @@ def _check_objectives(process: Process, state: Any) -> None:
     points, spec = trees.flatten(state[0])
     points = [point.detach().requires_grad_() for point in points]
     w = spec.unflatten(points)
-    calls: list[tuple[str, Callable[[], Tensor], Tree]] = [("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)]
+    calls: list[tuple[str, Callable[[], Tensor], Tree]] = [
+        ("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)
+    ]
     if process.steps:
         batch = bound.task.batch(process.times[0])
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
         with torch.enable_grad():
-            value = _call(name, call, context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; the batch is {trees.describe(batch)}")
+            value = _call(
+                name,
+                call,
+                context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; the batch is {trees.describe(batch)}",
+            )
         if not isinstance(value, Tensor):
-            raise BilevelError(f"{name} returned {_what(value)}; it must return a scalar tensor, without .item() or float().")
+            raise BilevelError(
+                f"{name} returned {_what(value)}; it must return a scalar tensor, without .item() or float()."
+            )
         if value.ndim != 0:
-            raise BilevelError(f"{name} returned a tensor of shape {list(value.shape)}; an objective is one number. Add .mean() or .sum().")
+            raise BilevelError(
+                f"{name} returned a tensor of shape {list(value.shape)}; an objective is one number. Add .mean() or "
+                ".sum()."
+            )
         if not value.requires_grad or not reached([value], points):
             raise BilevelError(
-                f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for .detach(), .item(), torch.no_grad(), "
+                f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for "
+                ".detach(), .item(), torch.no_grad(), "
                 "comparisons or argmax in it; an accuracy cannot be an objective, a cross-entropy can."
             )
         if not bool(torch.isfinite(value)):
             _refuse_non_finite_batch(name, batch)
-            raise DivergenceError(f"{name} is {value.item()} at the start w_0, although λ, w_0 and the data are finite. Check it for log(0), 0/0 or overflow.", step=0)
+            raise DivergenceError(
+                f"{name} is {value.item()} at the start w_0, although λ, w_0 and the data are finite. Check it for "
+                "log(0), 0/0 or overflow.",
+                step=0,
+            )
 
 
 def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
@@ -164,7 +222,8 @@ def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
         if trees.is_variable(leaf) and not bool(torch.isfinite(leaf).all()):
             rows = torch.nonzero(~torch.isfinite(leaf))
             raise DivergenceError(
-                f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index {rows[0].tolist()}. "
+                f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index "
+                f"{rows[0].tolist()}. "
                 "Clean or impute them first; nothing was computed.",
                 step=0,
             )
@@ -177,7 +236,9 @@ def _check_step(process: Process, state: Any) -> None:
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
     bytes_saved = 0
-    seen: set[int] = {leaf.untyped_storage().data_ptr() for leaf in trees.tensors([process.variables, bound.task, state])}
+    seen: set[int] = {
+        leaf.untyped_storage().data_ptr() for leaf in trees.tensors([process.variables, bound.task, state])
+    }
 
     def count(tensor: Tensor) -> Tensor:
         nonlocal bytes_saved
@@ -194,11 +255,15 @@ def _check_step(process: Process, state: Any) -> None:
     if not (isinstance(after, tuple) and len(after) == 2):
         raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {_what(after)}.")
     if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:
-        raise BilevelError(f"The dynamics changed the structure of w: it was {trees.describe(state[0])} and became {trees.describe(after[0])}.")
+        raise BilevelError(
+            f"The dynamics changed the structure of w: it was {trees.describe(state[0])} and became "
+            f"{trees.describe(after[0])}."
+        )
     for path, old, new in zip(trees.paths(state[0]), trees.leaves(state[0]), trees.leaves(after[0]), strict=True):
         if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
             raise BilevelError(
-                f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings or λ have another shape, dtype "
+                f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings "
+                "or λ have another shape, dtype "
                 "or device than w? A value per weight must have w's shape."
             )
 
@@ -222,11 +287,13 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
             if name == "Truncated":
                 advice = "Use Reverse(), which differentiates all steps."
             raise BilevelError(
-                f"{name} cannot see λ{path}: it enters through {others} only, and {name} looks at {' and '.join(sorted(seen))}. It would silently give 0. {advice}"
+                f"{name} cannot see λ{path}: it enters through {others} only, and {name} looks at "
+                f"{' and '.join(sorted(seen))}. It would silently give 0. {advice}"
             )
         if not process.allow_unused:
             raise BilevelError(
-                f"λ{path} reaches neither the inner nor the outer objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
+                f"λ{path} reaches neither the inner nor the outer "
+                f"objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
                 "gradient would be zero for ever. Remove it from λ, use it, "
                 "or pass allow_unused=True. (A .detach(), .item() or torch.no_grad() on the way cuts it off too.)"
             )
@@ -281,7 +348,10 @@ def _call(name: str, function: Callable[..., Any], *args: Any, context: str = ""
         raise
     except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
         detail = f" Here {context}." if context else ""
-        raise BilevelError(f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices must fit each other.") from error
+        raise BilevelError(
+            f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices "
+            "must fit each other."
+        ) from error
 
 
 def _what(value: Any) -> str:

@@ -27,8 +27,8 @@ Kernel = Callable[..., list[Tensor]]
 class Blocks:
     """`length` steps forward, and the same steps backward, each as one compiled function of tensors.
 
-    A block is traced once, with everything that may change from call to call as an input: the state, λ, the data, the step number. Python numbers that the
-    objectives or the dynamics hold are baked in.
+    A block is traced once, with everything that may change from call to call as an input: the state, λ, the data, the
+    step number. Python numbers that the objectives or the dynamics hold are baked in.
     """
 
     forward: Kernel
@@ -78,7 +78,12 @@ def _inputs(process: Process, leaves: list[Tensor], times: range) -> list[Tensor
 def _blocks(process: Process, length: int, state: State, times: range) -> Blocks:
     cache = _COMPILED.setdefault(process.problem, {})
     inputs = _inputs(process, trees.leaves(state), times[:length])
-    key = (length, _identity(process.source), str(trees.flatten(state)[1]), tuple((x.shape, x.dtype, x.device) for x in inputs))
+    key = (
+        length,
+        _identity(process.source),
+        str(trees.flatten(state)[1]),
+        tuple((x.shape, x.dtype, x.device) for x in inputs),
+    )
     if key not in cache:
         # The source is kept beside its code, so that its identity cannot be taken over by another object.
         cache[key] = (process.source, _compile(process, length, state, times[:length], inputs))
@@ -115,13 +120,23 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
         bounds = []
         for batch in batches:
             leaves, batch_spec = trees.flatten(batch)
-            bounds.append(Bound(process, bound.lam, Task(batch_spec.unflatten(data[position : position + len(leaves)]), bound.task.val)))
+            bounds.append(
+                Bound(
+                    process,
+                    bound.lam,
+                    Task(batch_spec.unflatten(data[position : position + len(leaves)]), bound.task.val),
+                )
+            )
             position += len(leaves)
         return bounds
 
     def forward(*flat: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return trees.leaves(steps(flat[0], spec.unflatten(flat[1 : 1 + size]), unpack(flat, list(flat[1 + size : 1 + size + count]))))
+            return trees.leaves(
+                steps(
+                    flat[0], spec.unflatten(flat[1 : 1 + size]), unpack(flat, list(flat[1 + size : 1 + size + count]))
+                )
+            )
 
     def backward(*flat: Tensor) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in flat[1 : 1 + size]]
@@ -149,14 +164,23 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
         raise
     except Exception as error:
         raise BilevelError(
-            f"The steps could not be compiled: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. In a compiled block t is a tensor, so schedules must be arithmetic "
-            "in t (no `if t < 10`, no indexing with t), and a C++ compiler must be installed. Use Reverse() without `compiled`."
+            f"The steps could not be compiled: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}. In a compiled block t is a tensor, so schedules "
+            "must be arithmetic "
+            "in t (no `if t < 10`, no indexing with t), and a C++ compiler must be installed. Use Reverse() without "
+            "`compiled`."
         ) from error
     return Blocks(kernels[0], kernels[1], reached)
 
 
 def _check(process: Process, state: State) -> None:
     if not all(trees.is_variable(leaf) for leaf in trees.leaves(state)):
-        raise BilevelError("Reverse(compiled=…) needs a state made of floating-point tensors only; this dynamics keeps other things in it. Use Reverse().")
+        raise BilevelError(
+            "Reverse(compiled=…) needs a state made of floating-point tensors only; this dynamics keeps other things "
+            "in it. Use Reverse()."
+        )
     if callable(process.bound.task.train) and process.encoded_count:
-        raise BilevelError("Reverse(compiled=…) cannot differentiate minibatches of encoded data. Use Reverse(), or encode to one batch.")
+        raise BilevelError(
+            "Reverse(compiled=…) cannot differentiate minibatches of encoded data. Use Reverse(), or encode to one "
+            "batch."
+        )

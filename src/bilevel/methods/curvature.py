@@ -25,14 +25,17 @@ def hessian(objective: Callable[[Tree], Tensor], w: Tree) -> tuple[Tensor, Opera
         if not heads:
             return torch.zeros_like(vector)
         pieces = trees.from_vector(vector, points)
-        parts = torch.autograd.grad([slope[i] for i in heads], points, [pieces[i] for i in heads], retain_graph=True, allow_unused=True)
+        parts = torch.autograd.grad(
+            [slope[i] for i in heads], points, [pieces[i] for i in heads], retain_graph=True, allow_unused=True
+        )
         return trees.to_vector([torch.zeros_like(p) if g is None else g for p, g in zip(points, parts, strict=True)])
 
     return trees.to_vector(slope).detach(), Operator(product, symmetric=True)
 
 
 def step_limit(dynamics: Dynamics, nu: float, t: int) -> tuple[float, float] | None:
-    """The largest step size in use at step t, and the one that curvature ν allows: 2(1 + momentum)/ν. None where no such limit is known."""
+    """The largest step size in use at step t, and the one that curvature ν allows: 2(1 + momentum)/ν. None where no
+    such limit is known."""
     form = dynamics.heavy_ball_form(t)
     if form is None or not nu > 0:
         return None
@@ -42,7 +45,8 @@ def step_limit(dynamics: Dynamics, nu: float, t: int) -> tuple[float, float] | N
 
 
 def contraction_rate(dynamics: Dynamics, mu: float, nu: float, t: int) -> float | None:
-    """The factor by which the distance to the minimiser shrinks per step in the long run, for curvatures in [μ, ν] (Remark 3.3)."""
+    """The factor by which the distance to the minimiser shrinks per step in the long run, for curvatures in [μ, ν]
+    (Remark 3.3)."""
     form = dynamics.heavy_ball_form(t)
     if form is None or any(trees.size(x) > 1 or isinstance(x, dict) for x in form):
         return None

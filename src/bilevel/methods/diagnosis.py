@@ -30,12 +30,14 @@ def explain_divergence(process: Process) -> NoReturn:
         value = float(bound.outer(state))
     if not torch.isfinite(torch.tensor(value)):
         raise DivergenceError(
-            f"The outer objective is {value} at w_T although all {process.steps} inner steps stayed finite (last inner loss {loss}). "
+            f"The outer objective is {value} at w_T although all {process.steps} inner steps stayed finite (last "
+            f"inner loss {loss}). "
             "Check it for log(0), 0/0 or overflow.",
             loss=loss,
         )
     raise DivergenceError(
-        f"The hypergradient is NaN or Inf although w_T and f_T = {value:.6g} are finite (last inner loss {loss}). A derivative in the inner or outer objective is "
+        f"The hypergradient is NaN or Inf although w_T and f_T = {value:.6g} are finite (last inner loss {loss}). A "
+        "derivative in the inner or outer objective is "
         "not finite: a square root or a norm at 0, or a power at 0, are the usual places.",
         loss=loss,
     )
@@ -44,7 +46,10 @@ def explain_divergence(process: Process) -> NoReturn:
 def _raise(process: Process, start: State, t: int, loss: float | None, what: str) -> NoReturn:
     known = "" if loss is None else f" (the loss before it was {loss:.6g})"
     raise DivergenceError(
-        f"The inner problem diverged: at step {t} of {process.times.stop - 1} {what}{known}. {likely_cause(process, start)}", step=t, loss=loss
+        f"The inner problem diverged: at step {t} of {process.times.stop - 1} {what}{known}. "
+        f"{likely_cause(process, start)}",
+        step=t,
+        loss=loss,
     )
 
 
@@ -58,5 +63,11 @@ def likely_cause(process: Process, start: State) -> str:
         return f"The largest curvature at the start is ν ≈ {nu:.4g}; try a smaller step size."
     lr, most = limit
     if lr >= most:
-        return f"The step size {lr:.4g} lies above the limit {most:.4g} set by the largest curvature ν ≈ {nu:.4g}; use a smaller one."
-    return f"The step size {lr:.4g} is below the limit {most:.4g} at the start, so the curvature must grow on the way; try a smaller one."
+        return (
+            f"The step size {lr:.4g} lies above the limit {most:.4g} set by the largest curvature ν ≈ {nu:.4g}; use a "
+            "smaller one."
+        )
+    return (
+        f"The step size {lr:.4g} is below the limit {most:.4g} at the start, so the curvature must grow on the way; "
+        "try a smaller one."
+    )

@@ -13,7 +13,8 @@ from bilevel.methods.process import Process
 class FirstOrder(Method):
     """∇_λ E(w_T, λ) with ∇_λ w_T set to zero (Section 5.3, *Approx*).
 
-    It sees λ only where the outer objective (or `encode`) uses it, so a λ that acts through the inner problem alone is refused.
+    It sees λ only where the outer objective (or `encode`) uses it, so a λ that acts through the inner problem alone is
+    refused.
     """
 
     exact: ClassVar[bool] = False

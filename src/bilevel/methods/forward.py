@@ -19,8 +19,9 @@ from bilevel.trees import Tree
 class Forward(Method):
     """Z_t = (∂Φ_t/∂w) Z_{t−1} + ∂Φ_t/∂λ, then ∇f_T = ∇_λ E + ∇_w E · Z_T (Franceschi et al., 2017).
 
-    Memory does not grow with T but with the size of λ: Z has as many columns as λ has numbers, all propagated at once. The method for few
-    hyperparameters and very many steps, and, continued online, real-time hyperparameter optimisation.
+    Memory does not grow with T but with the size of λ: Z has as many columns as λ has numbers, all propagated at once.
+    The method for few hyperparameters and very many steps, and, continued online, real-time hyperparameter
+    optimisation.
 
     Args:
         chunk: propagate at most this many columns at once, to bound the workspace; None takes all.
@@ -65,10 +66,20 @@ class Forward(Method):
         vector = lam[0].new_zeros(columns) if total is None else total
         pieces: Gradients = [piece.to(leaf) for piece, leaf in zip(trees.from_vector(vector, lam), lam, strict=True)]
         return self.result(
-            process, value, state, pieces, pulled=True, extra={"tangents": tangents}, steps=process.steps, replayed=process.steps, peak_memory=memory
+            process,
+            value,
+            state,
+            pieces,
+            pulled=True,
+            extra={"tangents": tangents},
+            steps=process.steps,
+            replayed=process.steps,
+            peak_memory=memory,
         )
 
-    def _push(self, outputs: Tree, inputs: list[Tensor], tangents: list[Tensor | None], columns: int) -> list[Tensor | None]:
+    def _push(
+        self, outputs: Tree, inputs: list[Tensor], tangents: list[Tensor | None], columns: int
+    ) -> list[Tensor | None]:
         if self.chunk is None or self.chunk >= columns:
             return jacobian_vector_products(outputs, inputs, tangents)
         pieces = [

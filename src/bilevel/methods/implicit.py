@@ -27,11 +27,12 @@ from bilevel.methods.process import Gradients, Process, State, accumulate, live_
 class Implicit(Method):
     """∇f = ∇_λ E − ∇²_{λw}L (∇²_w L)⁻¹ ∇_w E at w_T, from ∇_w L(w_λ, λ) = 0 and the implicit function theorem.
 
-    It is the gradient of the limit f, evaluated at w_T: right when the inner problem has converged, and off by an amount that `certify` estimates when not.
-    It cannot see a λ that enters through the step size or the start, and says so.
+    It is the gradient of the limit f, evaluated at w_T: right when the inner problem has converged, and off by an
+    amount that `certify` estimates when not. It cannot see a λ that enters through the step size or the start, and says
+    so.
 
-    Proximal dynamics, whose limits do not satisfy ∇L = 0, are differentiated through their fixed point w = Φ(w, λ) instead; there
-    λ may enter through the penalty.
+    Proximal dynamics, whose limits do not satisfy ∇L = 0, are differentiated through their fixed point w = Φ(w, λ)
+    instead; there λ may enter through the penalty.
 
     Args:
         solver: for the linear system; None takes CG() for a Hessian and FixedPoint() for a fixed point.
@@ -45,7 +46,10 @@ class Implicit(Method):
 
     def check(self, process: Process) -> None:
         if self.solver is not None and not isinstance(self.solver, LinearSolver):
-            raise BilevelError(f"Implicit(solver={self.solver!r}) is not a linear solver. Pass one such as CG(tol=1e-8), Neumann(terms=50) or Direct().")
+            raise BilevelError(
+                f"Implicit(solver={self.solver!r}) is not a linear solver. Pass one such as CG(tol=1e-8), "
+                "Neumann(terms=50) or Direct()."
+            )
         if self.condition not in ("auto", "fixed-point"):
             raise BilevelError(f"Implicit(condition={self.condition!r}) is not known; pass 'auto' or 'fixed-point'.")
 
@@ -75,14 +79,18 @@ class Implicit(Method):
         solution = solver.solve(operator, b, process.adjoint)
         if not solution.converged:
             warnings.warn(
-                f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after {solution.products} products; the hypergradient "
-                "carries an error of that order. Raise max_iter, or precondition with CG(preconditioner=Nystrom(rank)).",
+                f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after "
+                f"{solution.products} products; the hypergradient "
+                "carries an error of that order. Raise max_iter, or precondition with "
+                "CG(preconditioner=Nystrom(rank)).",
                 BilevelWarning,
                 stacklevel=2,
             )
         parts = trees.from_vector(solution.x, points)
         cross = torch.autograd.grad(form, process.variables, parts, allow_unused=True, retain_graph=True)
-        gradients: Gradients = [accumulate(d, None if c is None else -sign * c) for d, c in zip(direct, cross, strict=True)]
+        gradients: Gradients = [
+            accumulate(d, None if c is None else -sign * c) for d, c in zip(direct, cross, strict=True)
+        ]
         return self.result(
             process,
             value,
@@ -109,7 +117,8 @@ class Implicit(Method):
         ]
 
 
-# The points, the map F(points, λ) whose zero defines them (up to the sign of the identity), that sign, and whether ∂F is symmetric.
+# The points, the map F(points, λ) whose zero defines them (up to the sign of the identity), that sign, and whether ∂F
+# is symmetric.
 System = tuple[list[Tensor], list[Tensor], float, bool]
 
 
@@ -122,8 +131,8 @@ def _stationary(process: Process, state: State) -> System:
         form = trees.leaves(gradient(loss, spec.unflatten(points)))
     if not any(part.requires_grad for part in form):
         raise BilevelError(
-            "The gradient of the inner objective does not depend on w or λ (a linear objective?), so it has no minimiser to differentiate. "
-            "Use Reverse()."
+            "The gradient of the inner objective does not depend on w or λ (a linear objective?), so it has no "
+            "minimiser to differentiate. Use Reverse()."
         )
     return points, form, 1.0, True
 
@@ -148,7 +157,9 @@ def _adjoint_operator(form: list[Tensor], points: list[Tensor], sign: float, sym
     def product(vector: Tensor, batched: bool) -> Tensor:
         heads = [(f, v) for f, v in zip(form, trees.from_vector(vector, points), strict=True) if f.requires_grad]
         outputs, cotangents = zip(*heads, strict=True)
-        parts = torch.autograd.grad(outputs, points, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+        parts = torch.autograd.grad(
+            outputs, points, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
         batch = vector.shape[:-1]
         filled = [p.new_zeros(batch + p.shape) if g is None else g for p, g in zip(points, parts, strict=True)]
         image = torch.cat([part.reshape(*batch, -1) for part in filled], dim=-1)

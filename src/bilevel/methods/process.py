@@ -28,8 +28,9 @@ Gradients: TypeAlias = list[Tensor | None]
 class Process:
     """w_0 = Φ_0(λ), w_t = Φ_t(w_{t−1}, λ), f_T(λ) = E(w_T, λ) (Eqs. 5 and 6) for one task.
 
-    `variables` are what a method takes gradients with respect to: the leaves of λ, then those tensors of the task that `encode` made
-    depend on λ. Cutting the graph there is what lets `encode` be differentiated once: `pull_back` carries a method's gradient through it.
+    `variables` are what a method takes gradients with respect to: the leaves of λ, then those tensors of the task that
+    `encode` made depend on λ. Cutting the graph there is what lets `encode` be differentiated once: `pull_back` carries
+    a method's gradient through it.
 
     Args:
         start: begin at this w instead of init(λ) (a warm start).
@@ -81,7 +82,8 @@ class Process:
         return range(first + 1, first + self.steps + 1)
 
     def bind(self, variables: Sequence[Tensor], data: Sequence[Tensor] | None = None) -> Bound:
-        """The process at given values of its variables, and of its other tensors where `data` (in the order of `data()`) is given."""
+        """The process at given values of its variables, and of its other tensors where `data` (in the order of
+        `data()`) is given."""
         lam = self._lam_spec.unflatten(variables[: self.outer_count])
         leaves = self._task_leaves
         if self._encoded_at or data is not None:
@@ -107,9 +109,11 @@ class Process:
                 state = self.bound.step(state, t)
         return state
 
-    def outer_gradients(self, state: State, times: range = range(0)) -> tuple[Tensor, list[Tensor | None], Gradients, State]:
-        """Run the steps `times` from a state and evaluate E; return E, its gradients in the leaves of the state (None where there is none) and in the variables, and
-        the last state."""
+    def outer_gradients(
+        self, state: State, times: range = range(0)
+    ) -> tuple[Tensor, list[Tensor | None], Gradients, State]:
+        """Run the steps `times` from a state and evaluate E; return E, its gradients in the leaves of the state (None
+        where there is none) and in the variables, and the last state."""
         leaves, last = live_copy(state)
         with torch.enable_grad():
             for t in times:
@@ -128,12 +132,15 @@ class Process:
         reached = [(tensor, g) for tensor, g in zip(self._encoded, through, strict=True) if g is not None]
         if reached:
             tensors, cotangents = zip(*reached, strict=True)
-            parts = torch.autograd.grad(tensors, self.variables[: self.outer_count], cotangents, allow_unused=True, retain_graph=True)
+            parts = torch.autograd.grad(
+                tensors, self.variables[: self.outer_count], cotangents, allow_unused=True, retain_graph=True
+            )
             direct = [accumulate(g, part) for g, part in zip(direct, parts, strict=True)]
         return direct
 
-    def push_forward(self, directions: list[Tensor]) -> list[Tensor | None]:
-        """Batches of tangents of all variables from batches of tangents of λ's leaves: one forward pass through `encode`."""
+    def push_forward(self, directions: list[Tensor | None]) -> list[Tensor | None]:
+        """Batches of tangents of all variables from batches of tangents of λ's leaves: one forward pass through
+        `encode`."""
         if not self._encoded:
             return list(directions)
         lam = self.variables[: self.outer_count]
@@ -202,16 +209,22 @@ def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total + part
 
 
-def steps_vjp(bound: Bound, state: State, times: range, alpha: list[Tensor | None], variables: list[Tensor]) -> tuple[list[Tensor | None], Gradients, State]:
-    """Algorithm 1's second loop over `times`: (α A_t, α B_t) with A_t = ∂Φ_t/∂w and B_t = ∂Φ_t/∂λ, for a few steps at once.
+def steps_vjp(
+    bound: Bound, state: State, times: range, alpha: list[Tensor | None], variables: list[Tensor]
+) -> tuple[list[Tensor | None], Gradients, State]:
+    """Algorithm 1's second loop over `times`: (α A_t, α B_t) with A_t = ∂Φ_t/∂w and B_t = ∂Φ_t/∂λ, for a few steps at
+    once.
 
-    The steps are replayed here from the state before them, so nothing else had to be kept. Also returns the state after them.
+    The steps are replayed here from the state before them, so nothing else had to be kept. Also returns the state after
+    them.
     """
     leaves, after = live_copy(state)
     with torch.enable_grad():
         for t in times:
             after = bound.step(after, t)
-    paired = [(out, a) for out, a in zip(trees.leaves(after), alpha, strict=True) if a is not None and out.requires_grad]
+    paired = [
+        (out, a) for out, a in zip(trees.leaves(after), alpha, strict=True) if a is not None and out.requires_grad
+    ]
     inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
     if not paired:
         return [None] * len(leaves), [None] * len(variables), after
@@ -233,21 +246,29 @@ def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor])
     return list(torch.autograd.grad(heads, variables, cotangents, allow_unused=True, retain_graph=True))
 
 
-def jacobian_vector_products(outputs: Sequence[Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+def jacobian_vector_products(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """A batch of forward-mode products ∂outputs/∂inputs · tangents, from reverse mode applied twice.
 
-    u ↦ uᵀJ is linear in u, so its derivative in u along a tangent is J·tangent, at any point u. Tangents have one leading batch axis;
-    None stands for zero.
+    u ↦ uᵀJ is linear in u, so its derivative in u along a tangent is J·tangent, at any point u. Tangents have one
+    leading batch axis; None stands for zero.
     """
     heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     with torch.enable_grad():
         dummies = [torch.zeros_like(head, requires_grad=True) for head in heads]
         pulled = torch.autograd.grad(heads, inputs, dummies, create_graph=True, allow_unused=True) if heads else ()
-    used = [(p, v) for p, v in zip(pulled, tangents, strict=bool(heads)) if p is not None and v is not None and p.requires_grad]
+    used = [
+        (p, v)
+        for p, v in zip(pulled, tangents, strict=bool(heads))
+        if p is not None and v is not None and p.requires_grad
+    ]
     if not used:
         return [None] * len(outputs)
     forms, directions = zip(*used, strict=True)
-    pushed = iter(torch.autograd.grad(forms, dummies, directions, is_grads_batched=True, allow_unused=True, retain_graph=True))
+    pushed = iter(
+        torch.autograd.grad(forms, dummies, directions, is_grads_batched=True, allow_unused=True, retain_graph=True)
+    )
     return [next(pushed) if isinstance(out, Tensor) and out.requires_grad else None for out in outputs]
 
 

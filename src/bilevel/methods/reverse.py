@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.compiled import run_blocks, sweep_blocks
-from bilevel.methods.process import Gradients, Process, State, accumulate, start_vjp, steps_vjp
+from bilevel.methods.process import Process, State, accumulate, start_vjp, steps_vjp
 
-# Steps are recorded together as long as their graphs stay below this, because calling autograd costs more than a tiny step does.
+# Steps are recorded together as long as their graphs stay below this, because calling autograd costs more than a tiny
+# step does.
 GROUP_BYTES = 4 * 1024**2
 # What the nodes of a recorded step take besides the tensors they keep.
 NODE_BYTES = 16 * 1024
@@ -25,14 +25,16 @@ NODE_BYTES = 16 * 1024
 class Reverse(Method):
     """α_T = ∇_w E, then for t = T…1: p ← p + α_t ∂Φ_t/∂λ, α_{t−1} = α_t ∂Φ_t/∂w (Algorithm 1).
 
-    The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times the activations of a step. One step's graph
-    exists at a time, or a group of small ones that fit into 4 MB together and then share one stored iterate; the last group is recorded as it is run.
+    The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
+    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 4 MB together
+    and then share one stored iterate; the last group is recorded as it is run.
 
     Args:
-        checkpoints: None keeps all T iterates. A number k keeps k of them and recomputes the rest, a segment at a time, for one more
-            forward pass in all: k + T/k iterates at most. "sqrt" takes k = √T.
-        compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The first call takes up to a minute, later
-            ones a fraction of the eager time; worth it for long runs of small steps. 25 is a good number.
+        checkpoints: None keeps all T iterates. A number k keeps k of them and recomputes the rest, a segment at a time,
+            for one more forward pass in all: k + T/k iterates at most. "sqrt" takes k = √T.
+        compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The
+            first call takes up to a minute, later ones a fraction of the eager time; worth it for long runs of small
+            steps. 25 is a good number.
         group_bytes: record steps together up to this much graph; 0 replays every step by itself.
     """
 
@@ -42,10 +44,15 @@ class Reverse(Method):
 
     def check(self, process: Process) -> None:
         if self.compiled is not None and (self.compiled < 1 or self.checkpoints is not None):
-            raise BilevelError(f"{self} is not possible: pass compiled ≥ 1, and no checkpoints with it (a compiled block keeps one iterate anyway).")
+            raise BilevelError(
+                f"{self} is not possible: pass compiled ≥ 1, and no checkpoints with it (a compiled block keeps one "
+                "iterate anyway)."
+            )
         if self.checkpoints in (None, "sqrt") or (isinstance(self.checkpoints, int) and self.checkpoints >= 1):
             return
-        raise BilevelError(f"Reverse(checkpoints={self.checkpoints!r}) is not possible: pass None, a number ≥ 1, or 'sqrt'.")
+        raise BilevelError(
+            f"Reverse(checkpoints={self.checkpoints!r}) is not possible: pass None, a number ≥ 1, or 'sqrt'."
+        )
 
     def __call__(self, process: Process) -> Hypergradient:
         if self.compiled is not None and process.steps >= self.compiled:
@@ -77,7 +84,9 @@ class Reverse(Method):
         sweep.through_start()
         recomputed = sum(len(groups[index]) for segment in segments[:-1] for index in segment)
         steps = process.steps + recomputed
-        return self.result(process, sweep.value, sweep.last, sweep.gradients, steps=steps, replayed=process.steps, peak_memory=memory)
+        return self.result(
+            process, sweep.value, sweep.last, sweep.gradients, steps=steps, replayed=process.steps, peak_memory=memory
+        )
 
     def _in_blocks(self, process: Process, length: int) -> Hypergradient:
         # What does not fill a block is run eagerly at the beginning.
@@ -91,17 +100,31 @@ class Reverse(Method):
         if head:
             sweep.through(start, head)
         sweep.through_start()
-        return self.result(process, sweep.value, sweep.last, sweep.gradients, steps=process.steps, replayed=process.steps, peak_memory=memory)
+        return self.result(
+            process,
+            sweep.value,
+            sweep.last,
+            sweep.gradients,
+            steps=process.steps,
+            replayed=process.steps,
+            peak_memory=memory,
+        )
 
     @classmethod
     def examples(cls) -> list[Self]:
-        return [cls(), cls(group_bytes=0), cls(checkpoints=3, group_bytes=0), cls(checkpoints="sqrt", group_bytes=60_000)]
+        return [
+            cls(),
+            cls(group_bytes=0),
+            cls(checkpoints=3, group_bytes=0),
+            cls(checkpoints="sqrt", group_bytes=60_000),
+        ]
 
 
 class Sweep:
     """The backward half of Algorithm 1: α and p, carried from w_T towards w_0.
 
-    It begins with the last steps, `times`, which are recorded from the state before them as they are run for the first time.
+    It begins with the last steps, `times`, which are recorded from the state before them as they are run for the first
+    time.
     """
 
     def __init__(self, process: Process, state: State, times: range = range(0)) -> None:
@@ -156,10 +179,16 @@ def _groups_between_checkpoints(checkpoints: int | str | None, steps: int, group
 def _refuse_impure(first: State, again: State, t: int) -> None:
     """A step that gives another result when it is replayed would make every gradient silently wrong."""
     for one, two in zip(trees.tensors(first), trees.tensors(again), strict=True):
-        tolerance = 1e-3 if one.dtype in (torch.float16, torch.bfloat16) else 1e-6 if one.dtype == torch.float64 else 1e-4
-        if trees.is_variable(one) and not torch.allclose(one, two.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
+        tolerance = (
+            1e-3 if one.dtype in (torch.float16, torch.bfloat16) else 1e-6 if one.dtype == torch.float64 else 1e-4
+        )
+        if trees.is_variable(one) and not torch.allclose(
+            one, two.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
             raise BilevelError(
-                f"Step {t} gave another result when it was replayed, so something in it is not a pure function of (w, λ, t, batch): a sampler "
-                "with hidden state, or dropout without a seed. Make batches and random masks functions of t, for example "
+                f"Step {t} gave another result when it was replayed, so something in it is not a pure function of (w, "
+                "λ, t, batch): a sampler "
+                "with hidden state, or dropout without a seed. Make batches and random masks functions of t, for "
+                "example "
                 "torch.Generator().manual_seed(t)."
             )

@@ -18,12 +18,14 @@ from bilevel.methods.reverse import Sweep
 
 @dataclass(frozen=True)
 class Reversible(Method):
-    """Reverse mode that stores no iterates: w and v are integers, a step is undone exactly, and only what momentum < 1 erases is kept.
+    """Reverse mode that stores no iterates: w and v are integers, a step is undone exactly, and only what momentum < 1
+    erases is kept.
 
-    Undoing w ← w + v is a subtraction; undoing v ← γv needs the digits that the multiplication pushed out, log₂(1/γ) bits per weight
-    (0.15 for γ = 0.9). They are collected in an integer per weight.
+    Undoing w ← w + v is a subtraction; undoing v ← γv needs the digits that the multiplication pushed out, log₂(1/γ)
+    bits per weight (0.15 for γ = 0.9). They are collected in an integer per weight.
 
-    The numbers are those of float64 dynamics up to 2^−fraction_bits; it is for long runs of heavy ball where even √T iterates do not fit.
+    The numbers are those of float64 dynamics up to 2^−fraction_bits; it is for long runs of heavy ball where even √T
+    iterates do not fit.
 
     Args:
         fraction_bits: w and v are multiples of 2^−fraction_bits, below 2^(62 − fraction_bits) in size.
@@ -38,12 +40,18 @@ class Reversible(Method):
             form = process.bound.dynamics.heavy_ball_form(t)
             name = type(process.bound.dynamics).__name__
             if form is None:
-                raise BilevelError(f"Reversible can undo v ← momentum·v − lr·∇L, w ← w + v only, not {name}. Use HeavyBall, or Reverse('sqrt').")
+                raise BilevelError(
+                    f"Reversible can undo v ← momentum·v − lr·∇L, w ← w + v only, not {name}. Use HeavyBall, or "
+                    "Reverse('sqrt')."
+                )
             if trees.size(form[1]) > 1:
-                raise BilevelError("Reversible needs one momentum for all weights. Use Reverse('sqrt') for a value per weight.")
+                raise BilevelError(
+                    "Reversible needs one momentum for all weights. Use Reverse('sqrt') for a value per weight."
+                )
             if not 0.05 <= float(form[1]) <= 1:
                 raise BilevelError(
-                    f"Reversible needs a momentum in [0.05, 1], but {name} has {float(form[1]):.3g} at step {t}: without momentum a step erases "
+                    f"Reversible needs a momentum in [0.05, 1], but {name} has {float(form[1]):.3g} at step {t}: "
+                    "without momentum a step erases "
                     "what it would take to undo it. Use Reverse('sqrt')."
                 )
 
@@ -62,7 +70,9 @@ class Reversible(Method):
             sweep.through(exact.state(), range(t, t + 1))
         sweep.through_start()
         steps = 2 * process.steps
-        return self.result(process, sweep.value, sweep.last, sweep.gradients, steps=steps, replayed=process.steps, peak_memory=memory)
+        return self.result(
+            process, sweep.value, sweep.last, sweep.gradients, steps=steps, replayed=process.steps, peak_memory=memory
+        )
 
 
 class ExactMomentum:
@@ -81,7 +91,8 @@ class ExactMomentum:
         scaled = x.double() / self.unit
         if not bool((scaled.abs() < 2.0**62).all()):
             raise DivergenceError(
-                f"Reversible holds numbers below {2.0**62 * self.unit:.3g}, and the inner iterates left that range: they diverge, or "
+                f"Reversible holds numbers below {2.0**62 * self.unit:.3g}, and the inner iterates left that range: "
+                "they diverge, or "
                 "fraction_bits is too large for them. Lower the step size, or pass fewer fraction_bits."
             )
         return scaled.round().to(torch.int64)

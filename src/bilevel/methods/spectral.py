@@ -21,13 +21,15 @@ from bilevel.methods.spectral_functions import iterate
 
 @dataclass(frozen=True)
 class Spectral(Method):
-    """w_T = p_T(A) w_0 + q_T(A) b for L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ under gradient descent or heavy ball with constant settings.
+    """w_T = p_T(A) w_0 + q_T(A) b for L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ under gradient descent or heavy ball with constant
+    settings.
 
-    p_T and q_T are polynomials of the eigenvalues of A, for gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s. The derivative in A is
-    Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided differences p[sᵢ, sⱼ], which are computed without a quotient, so that repeated or clustered eigenvalues and
-    singular A are harmless.
+    p_T and q_T are polynomials of the eigenvalues of A, for gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s.
+    The derivative in A is Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided differences p[sᵢ, sⱼ], which are computed without a
+    quotient, so that repeated or clustered eigenvalues and singular A are harmless.
 
-    The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one eigendecomposition of A.
+    The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one
+    eigendecomposition of A.
 
     Args:
         largest: refuse a matrix A with more rows than this.
@@ -38,10 +40,14 @@ class Spectral(Method):
     def check(self, process: Process) -> None:
         bound = process.bound
         if process.previous is not None:
-            raise BilevelError("Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or Forward() online.")
+            raise BilevelError(
+                "Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or "
+                "Forward() online."
+            )
         if callable(bound.task.train):
             raise BilevelError(
-                "Spectral needs one quadratic for all steps, but task.train is a function of t. Pass the whole training set as a batch, or use Reverse()."
+                "Spectral needs one quadratic for all steps, but task.train is a function of t. Pass the whole "
+                "training set as a batch, or use Reverse()."
             )
         _constant_settings(process)
         axis = _find_layout(process)
@@ -49,27 +55,32 @@ class Spectral(Method):
             rows = Layout(trees.leaves(bound.start()[0]), axis).rows
         if rows > self.largest:
             raise BilevelError(
-                f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use Implicit(CG()) or Reverse(), or raise the "
+                f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use "
+                "Implicit(CG()) or Reverse(), or raise the "
                 "limit with Spectral(largest=…)."
             )
         process.findings["spectral axis"] = axis
 
     def __call__(self, process: Process) -> Hypergradient:
         bound, variables = process.bound, process.variables
-        lr, momentum = _constant_settings(process)
         with torch.enable_grad():
             start = trees.leaves(bound.start()[0])
             quadratic = Quadratic.of(process, process.findings["spectral axis"])
             w0 = quadratic.layout.pack(start)
-        settings = [torch.as_tensor(x, dtype=w0.dtype, device=w0.device).reshape(()) for x in (lr, momentum)]
-        result = iterate(quadratic.matrix.detach(), quadratic.target.detach(), w0.detach(), *(x.detach() for x in settings), process.steps)
+        settings = [
+            torch.as_tensor(x, dtype=w0.dtype, device=w0.device).reshape(()) for x in _constant_settings(process)
+        ]
+        lr, momentum = (setting.detach() for setting in settings)
+        result = iterate(quadratic.matrix.detach(), quadratic.target.detach(), w0.detach(), lr, momentum, process.steps)
         w = quadratic.spec.unflatten(quadratic.layout.unpack(result.w))
         # The velocity is not kept: nothing can continue from this state, and `check` says so.
         state = (w, bound.dynamics.init(w))
         value, alpha, direct, _ = process.outer_gradients(state)
 
         points = trees.leaves(w)
-        cotangent = quadratic.layout.pack([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
+        cotangent = quadratic.layout.pack(
+            [torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)]
+        )
         learned = any(setting.requires_grad for setting in settings)
         pulled = result.pull_back(cotangent, learned)
         heads = [quadratic.matrix, quadratic.target, w0, *(settings if learned else ())]
@@ -79,12 +90,20 @@ class Spectral(Method):
             outputs, cotangents = zip(*recorded, strict=True)
             parts = torch.autograd.grad(outputs, variables, cotangents, allow_unused=True, retain_graph=True)
             gradients = [accumulate(d, p) for d, p in zip(direct, parts, strict=True)]
-        return self.result(process, value, state, gradients, peak_memory=4 * trees.nbytes([quadratic.matrix]), products=quadratic.products)
+        return self.result(
+            process,
+            value,
+            state,
+            gradients,
+            peak_memory=4 * trees.nbytes([quadratic.matrix]),
+            products=quadratic.products,
+        )
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ + const, read off its derivatives, with w as a matrix: one column per independent problem."""
+    """L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ + const, read off its derivatives, with w as a matrix: one column per independent
+    problem."""
 
     matrix: Tensor
     target: Tensor
@@ -111,7 +130,8 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves of w as one matrix; `axis` is the axis of every leaf that counts independent columns, None for a single column."""
+    """The leaves of w as one matrix; `axis` is the axis of every leaf that counts independent columns, None for a
+    single column."""
 
     leaves: list[Tensor]
     axis: int | None
@@ -134,12 +154,13 @@ class Layout:
 
     def unpack(self, matrix: Tensor) -> list[Tensor]:
         """The inverse of `pack`, a batch axis in front kept."""
-        pieces = matrix.split([leaf.numel() // self.width for leaf in self.leaves], dim=-2)
+        pieces = torch.split(matrix, [leaf.numel() // self.width for leaf in self.leaves], dim=-2)
         batch = matrix.shape[:-2]
         if self.axis in (None, -1):
             return [piece.reshape(batch + leaf.shape) for piece, leaf in zip(pieces, self.leaves, strict=True)]
         return [
-            piece.reshape(*batch, *leaf.shape[1:], self.width).movedim(-1, len(batch)) for piece, leaf in zip(pieces, self.leaves, strict=True)
+            piece.reshape(*batch, *leaf.shape[1:], self.width).movedim(-1, len(batch))
+            for piece, leaf in zip(pieces, self.leaves, strict=True)
         ]
 
 
@@ -152,12 +173,15 @@ def _products(slope: list[Tensor], points: list[Tensor], directions: list[Tensor
         parts = torch.autograd.grad(outputs, points, [c[0] for c in cotangents], create_graph=True, allow_unused=True)
         parts = tuple(None if g is None else g.unsqueeze(0) for g in parts)
     else:
-        parts = torch.autograd.grad(outputs, points, cotangents, create_graph=True, allow_unused=True, is_grads_batched=True)
+        parts = torch.autograd.grad(
+            outputs, points, cotangents, create_graph=True, allow_unused=True, is_grads_batched=True
+        )
     return [p.new_zeros((count, *p.shape)) if g is None else g for p, g in zip(points, parts, strict=True)]
 
 
 def _find_layout(process: Process) -> int | None:
-    """The axis along which w splits into independent columns with one and the same matrix, or None; refuses what is not quadratic."""
+    """The axis along which w splits into independent columns with one and the same matrix, or None; refuses what is not
+    quadratic."""
     bound = process.bound
     with torch.no_grad():
         leaves, spec = trees.flatten(bound.start()[0])
@@ -165,7 +189,10 @@ def _find_layout(process: Process) -> int | None:
     with torch.enable_grad():
         slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(points)))
     if not any(part.requires_grad for part in slope):
-        raise BilevelError("Spectral needs a quadratic inner objective, but the gradient of this one does not depend on w. Use Reverse().")
+        raise BilevelError(
+            "Spectral needs a quadratic inner objective, but the gradient of this one does not depend on w. Use "
+            "Reverse()."
+        )
     probe = trees.from_vector(random_directions(1, trees.to_vector(leaves), seed=2)[0], leaves)
     product = [part[0] for part in _products(slope, points, [part.unsqueeze(0) for part in probe])]
     _refuse_unless_affine(process, spec, slope, probe, product)
@@ -181,16 +208,22 @@ def _find_layout(process: Process) -> int | None:
     return None
 
 
-def _refuse_unless_affine(process: Process, spec: trees.Spec, slope: list[Tensor], probe: list[Tensor], product: list[Tensor]) -> None:
+def _refuse_unless_affine(
+    process: Process, spec: trees.Spec, slope: list[Tensor], probe: list[Tensor], product: list[Tensor]
+) -> None:
     """∇L(u) must equal ∇L(0) + A u for a direction that is not small."""
     with torch.no_grad():
         shifted = trees.leaves(gradient(process.bound.loss(1), spec.unflatten(probe)))
         predicted = [s.detach() + p.detach() for s, p in zip(slope, product, strict=True)]
-        error = float(trees.norm(trees.subtract(shifted, predicted)) / (trees.norm(predicted) + trees.norm(shifted)).clamp_min(1e-300))
+        error = float(
+            trees.norm(trees.subtract(shifted, predicted))
+            / (trees.norm(predicted) + trees.norm(shifted)).clamp_min(1e-300)
+        )
     tolerance = 1e-9 if probe[0].dtype == torch.float64 else 1e-3
     if not error <= tolerance:
         raise BilevelError(
-            f"Spectral needs an inner objective that is quadratic in w, but the gradient of this one departs from linear by {error:.2g} (relative). "
+            "Spectral needs an inner objective that is quadratic in w, but the gradient of this one departs from "
+            f"linear by {error:.2g} (relative). "
             "Use Reverse(), or Implicit() once the inner problem converges."
         )
 
@@ -200,12 +233,21 @@ def _constant_settings(process: Process) -> tuple[Any, Any]:
     dynamics = process.bound.dynamics
     form = dynamics.heavy_ball_form(1)
     if form is None:
-        raise BilevelError(f"Spectral knows gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with this dynamics.")
+        raise BilevelError(
+            f"Spectral knows gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with this "
+            "dynamics."
+        )
     scheduled = any(callable(getattr(dynamics, f.name)) for f in fields(dynamics))
     for t in process.times if scheduled else ():
         if [float(x) for x in dynamics.heavy_ball_form(t) or ()] != [float(x) for x in form]:
-            raise BilevelError(f"Spectral needs settings that do not change with t, but they are {form} at step 1 and others at step {t}. Use Reverse().")
+            raise BilevelError(
+                f"Spectral needs settings that do not change with t, but they are {form} at step 1 and others at step "
+                f"{t}. Use Reverse()."
+            )
     for name, value in zip(("lr", "momentum"), form, strict=True):
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
-            raise BilevelError(f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() for a value per weight.")
+            raise BilevelError(
+                f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() "
+                "for a value per weight."
+            )
     return form

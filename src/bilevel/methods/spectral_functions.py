@@ -1,8 +1,9 @@
 """The iterates of gradient descent and heavy ball on a quadratic as functions of its matrix, and their derivatives.
 
-With A = Q diag(s) Qᵀ and constant settings, w_T = Q (p(s) ∘ Qᵀw_0 + q(s) ∘ Qᵀb) with polynomials p and q. Both come from T-fold composition of
-the affine map of one step, by repeated squaring. Run on plain vectors of eigenvalues the composition gives p(s) and q(s); run on `Divided` numbers
-it gives their divided differences as well, in log T products and without ever subtracting p(sᵢ) − p(sⱼ).
+With A = Q diag(s) Qᵀ and constant settings, w_T = Q (p(s) ∘ Qᵀw_0 + q(s) ∘ Qᵀb) with polynomials p and q. Both come
+from T-fold composition of the affine map of one step, by repeated squaring. Run on plain vectors of eigenvalues the
+composition gives p(s) and q(s); run on `Divided` numbers it gives their divided differences as well, in log T products
+and without ever subtracting p(sᵢ) − p(sⱼ).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Divided:
             return Divided(self.values * other, self.table * other)
         if other is self:
             return Divided(self.values * self.values, self.table * (self.values[:, None] + self.values))
-        return Divided(self.values * other.values, torch.addcmul(self.table * other.values, self.values[:, None], other.table))
+        return Divided(
+            self.values * other.values, torch.addcmul(self.table * other.values, self.values[:, None], other.table)
+        )
 
     def __add__(self, other: Divided) -> Divided:
         return Divided(self.values + other.values, self.table + other.table)
@@ -65,7 +68,8 @@ def repeat(step: Affine, times: int) -> Affine:
 
 
 def one_step(s: Any, lr: Any, momentum: Any, unit: Any, plain: bool) -> Affine:
-    """The step as an affine map of (w, v): v ← momentum·v − lr·(s·w − b), w ← w + v; of w alone when there is no momentum."""
+    """The step as an affine map of (w, v): v ← momentum·v − lr·(s·w − b), w ← w + v; of w alone when there is no
+    momentum."""
     if plain:
         return [[unit + s * -lr]], [unit * lr]
     return [[unit + s * -lr, unit * momentum], [s * -lr, unit * momentum]], [unit * lr, unit * lr]
@@ -102,7 +106,9 @@ class SpectralIterate:
         if self.steps == 0:
             return [torch.zeros_like(lr), torch.zeros_like(momentum)]
         with torch.enable_grad():
-            matrix, shift = repeat(one_step(self.nodes, lr, momentum, torch.ones_like(self.nodes), plain=False), self.steps)
+            matrix, shift = repeat(
+                one_step(self.nodes, lr, momentum, torch.ones_like(self.nodes), plain=False), self.steps
+            )
             moved = (alpha * (matrix[0][0][:, None] * self.start + shift[0][:, None] * self.target)).sum()
         return list(torch.autograd.grad(moved, (lr, momentum)))
 

@@ -17,7 +17,8 @@ from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_size, spl
 
 @dataclass(frozen=True)
 class Truncated(Method):
-    """Algorithm 1 stopped after k of its T backward steps: memory for k iterates, an error that falls like the rate to the power k.
+    """Algorithm 1 stopped after k of its T backward steps: memory for k iterates, an error that falls like the rate to
+    the power k.
 
     With k ≥ T it is `Reverse`, whose `group_bytes` it shares.
     """
@@ -28,7 +29,9 @@ class Truncated(Method):
 
     def check(self, process: Process) -> None:
         if not isinstance(self.k, int) or self.k < 1:
-            raise BilevelError(f"Truncated(k={self.k!r}) looks back over no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics.")
+            raise BilevelError(
+                f"Truncated(k={self.k!r}) looks back over no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics."
+            )
 
     def sees(self, process: Process) -> frozenset[Part]:
         return EVERYTHING if self.k >= process.steps else EVERYTHING - {"the start"}
@@ -48,7 +51,13 @@ class Truncated(Method):
         if len(window) == len(times):
             sweep.through_start()
         return self.result(
-            process, sweep.value, sweep.last, sweep.gradients, steps=process.steps, replayed=len(window), peak_memory=memory
+            process,
+            sweep.value,
+            sweep.last,
+            sweep.gradients,
+            steps=process.steps,
+            replayed=len(window),
+            peak_memory=memory,
         )
 
     @classmethod

@@ -15,8 +15,8 @@ from bilevel.methods.process import Process
 class Unrolled(Method):
     """Record all T steps in one autograd graph, then differentiate it.
 
-    The fastest way where the graph fits: memory grows with T times the activations of a step. `Reverse` computes the same number from the
-    iterates alone.
+    The fastest way where the graph fits: memory grows with T times the activations of a step. `Reverse` computes the
+    same number from the iterates alone.
     """
 
     def __call__(self, process: Process) -> Hypergradient:
@@ -28,4 +28,6 @@ class Unrolled(Method):
             value = bound.outer(state)
         gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
         memory = process.steps * process.findings.get("graph bytes", 0)
-        return self.result(process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory)
+        return self.result(
+            process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory
+        )

@@ -19,8 +19,9 @@ from bilevel.trees import Tree
 class CrossValidation:
     """f(λ) = (1/K) Σ_j E^j(w^j_λ, λ), with w^j trained on all folds but the j-th and E^j taken on the j-th.
 
-    The folds can be solved in three ways that agree: one after another (pass `cv.tasks` as the tasks), all in one batched run
-    (`problem, task = cv.batched(problem)`), or a few at random in every hyperiteration (pass `cv.sample(count)` to `solve`), which agrees in expectation.
+    The folds can be solved in three ways that agree: one after another (pass `cv.tasks` as the tasks), all in one
+    batched run (`problem, task = cv.batched(problem)`), or a few at random in every hyperiteration (pass
+    `cv.sample(count)` to `solve`), which agrees in expectation.
 
     Args:
         data: a tree of tensors whose first axis counts examples.
@@ -42,8 +43,15 @@ class CrossValidation:
         count = number_of_examples(self.data)
         folds = count if self.folds is None else self.folds
         if not 2 <= folds <= count:
-            raise BilevelError(f"{count} examples cannot be dealt into {folds} folds; pass 2 ≤ folds ≤ {count}, or None for leave-one-out.")
-        order = torch.arange(count) if self.seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+            raise BilevelError(
+                f"{count} examples cannot be dealt into {folds} folds; pass 2 ≤ folds ≤ {count}, or None for "
+                "leave-one-out."
+            )
+        order = (
+            torch.arange(count)
+            if self.seed is None
+            else torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+        )
         held_out = torch.tensor_split(order, folds)
         return [Task(take(self.data, _without(held_out, j)), take(self.data, rows)) for j, rows in enumerate(held_out)]
 
@@ -70,13 +78,19 @@ def _without(parts: tuple[torch.Tensor, ...], index: int) -> torch.Tensor:
 def stack(problem: Problem, tasks: list[Task]) -> tuple[Problem, Task]:
     """Several tasks of one problem as a single task of a stacked problem.
 
-    The inner objective is the sum over tasks, so that every w^j takes exactly the step it would take alone; the outer objective is the mean. Tasks with
-    equal shapes are evaluated together by `torch.vmap`, others in a loop. For dynamics that act on each weight by itself (all but group penalties).
+    The inner objective is the sum over tasks, so that every w^j takes exactly the step it would take alone; the outer
+    objective is the mean. Tasks with equal shapes are evaluated together by `torch.vmap`, others in a loop. For
+    dynamics that act on each weight by itself (all but group penalties).
     """
     if problem.encode is not None:
-        raise BilevelError("A problem with `encode` cannot be stacked; pass the list of tasks instead, which gives the same numbers.")
+        raise BilevelError(
+            "A problem with `encode` cannot be stacked; pass the list of tasks instead, which gives the same numbers."
+        )
     if any(callable(task.train) for task in tasks):
-        raise BilevelError("Tasks whose `train` is a function of t cannot be stacked; pass the list of tasks instead, which gives the same numbers.")
+        raise BilevelError(
+            "Tasks whose `train` is a function of t cannot be stacked; pass the list of tasks instead, which gives "
+            "the same numbers."
+        )
     count = len(tasks)
     even = len({str(trees.describe(task)) for task in tasks}) == 1
 
@@ -87,7 +101,9 @@ def stack(problem: Problem, tasks: list[Task]) -> tuple[Problem, Task]:
         def evaluate(w: Tree, lam: Tree, batches: Tree) -> torch.Tensor:
             if even:
                 return torch.vmap(objective, in_dims=(0, None, 0))(w, lam, batches)
-            return torch.stack([objective(trees.map(lambda leaf, j=j: leaf[j], w), lam, batches[j]) for j in range(count)])
+            return torch.stack(
+                [objective(trees.map(lambda leaf, j=j: leaf[j], w), lam, batches[j]) for j in range(count)]
+            )
 
         return evaluate
 

@@ -27,8 +27,13 @@ def holdout(data: Tree, fraction: float = 0.5, seed: int | None = 0) -> Task:
     count = number_of_examples(data)
     held = round(count * fraction)
     if not 0 < held < count:
-        raise BilevelError(f"holdout(fraction={fraction}) of {count} examples leaves {count - held} for training and {held} for validation; both need one.")
-    order = torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        raise BilevelError(
+            f"holdout(fraction={fraction}) of {count} examples leaves {count - held} for training and {held} for "
+            "validation; both need one."
+        )
+    order = (
+        torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    )
     return Task(train=take(data, order[held:]), val=take(data, order[:held]))
 
 
@@ -36,7 +41,10 @@ def number_of_examples(data: Tree) -> int:
     """The length of the first axis, which all tensors of `data` must share."""
     lengths = {len(leaf) if leaf.ndim else 0 for leaf in trees.tensors(data)}
     if len(lengths) != 1 or 0 in lengths:
-        raise BilevelError(f"Every tensor of the data must have one entry per example along its first axis, but these are {trees.describe(data)}.")
+        raise BilevelError(
+            "Every tensor of the data must have one entry per example along its first axis, but these are "
+            f"{trees.describe(data)}."
+        )
     return lengths.pop()
 
 

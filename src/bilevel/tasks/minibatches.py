@@ -13,7 +13,8 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Minibatches:
-    """`Minibatches(data, size)(t)`: the batch of step t = 1, 2, …, shuffled anew every epoch, the same whenever it is asked for.
+    """`Minibatches(data, size)(t)`: the batch of step t = 1, 2, …, shuffled anew every epoch, the same whenever it is
+    asked for.
 
     It is a tree whose leaves are the data, so `encode` can map all examples once and still feed minibatches:
     `trees.map(features, task.train)` is again a `Minibatches`.
@@ -35,7 +36,9 @@ class Minibatches:
     def __call__(self, t: int) -> Tree:
         count = len(trees.tensors(self.data)[0])
         if not 1 <= self.size <= count:
-            raise BilevelError(f"Minibatches(size={self.size}) cannot be drawn from {count} examples; pass 1 ≤ size ≤ {count}.")
+            raise BilevelError(
+                f"Minibatches(size={self.size}) cannot be drawn from {count} examples; pass 1 ≤ size ≤ {count}."
+            )
         first = (t - 1) * self.size
         epoch, offset = divmod(first, count)
         order = self._order(epoch, count)[offset : offset + self.size]
@@ -44,7 +47,8 @@ class Minibatches:
         return trees.map(lambda leaf: leaf[order.to(leaf.device)], self.data)
 
     def _order(self, epoch: int, count: int) -> torch.Tensor:
-        # Generators seeded with neighbouring numbers are independent enough for shuffling; the factor keeps runs with other seeds apart.
+        # Generators seeded with neighbouring numbers are independent enough for shuffling; the factor keeps runs with
+        # other seeds apart.
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
 
 

@@ -30,7 +30,8 @@ DIFFERENCES = 1e-6
 
 
 def check_dynamics(dynamics: Dynamics) -> None:
-    """Purity, shapes, agreement of every exact method with every other and with central differences, learnable settings, zero gradients."""
+    """Purity, shapes, agreement of every exact method with every other and with central differences, learnable
+    settings, zero gradients."""
     _check_step(dynamics)
     for example in examples():
         _check_agreement(example, dynamics)
@@ -40,7 +41,8 @@ def check_dynamics(dynamics: Dynamics) -> None:
 
 
 def check_method(method: Method) -> None:
-    """One result for all: exact methods are exact, the others converge; lists are means; `encode` runs once; nothing is mutated; unused λ gives zero."""
+    """One result for all: exact methods are exact, the others converge; lists are means; `encode` runs once; nothing is
+    mutated; unused λ gives zero."""
     from bilevel.dynamics.gradient_descent import GradientDescent
     from bilevel.dynamics.heavy_ball import HeavyBall
 
@@ -51,13 +53,20 @@ def check_method(method: Method) -> None:
     fit = _visible_to(method, example)
     result = hypergradient(fit.problem, fit.lam, fit.task, **settings)
     assert same(before, example.lam), f"{method} changed λ"
-    assert trees.flatten(result.grad)[1] == trees.flatten(fit.lam)[1], f"{method} returned a gradient with another structure than λ"
+    assert trees.flatten(result.grad)[1] == trees.flatten(fit.lam)[1], (
+        f"{method} returned a gradient with another structure than λ"
+    )
     assert result.value.ndim == 0 and not result.value.requires_grad, f"{method} must return a plain scalar value"
     if method.exact:
         expected = hypergradient(fit.problem, fit.lam, fit.task, **{**settings, "method": Unrolled()}).grad
         _close(result.grad, expected, EXACT, f"{method} is declared exact but differs from Unrolled")
     elif method.sees(_process(fit, dynamics)) != frozenset({"the outer objective"}):
-        _close(result.grad, {key: closed_form(example)[1][key] for key in fit.lam}, 1e-6, f"{method} does not converge to the closed form")
+        _close(
+            result.grad,
+            {key: closed_form(example)[1][key] for key in fit.lam},
+            1e-6,
+            f"{method} does not converge to the closed form",
+        )
     _check_mean(method, fit, settings)
     _check_encode(method, GradientDescent(0.2))
     _check_unused(method, fit, settings)
@@ -74,15 +83,20 @@ def check_solver(solver: LinearSolver) -> None:
     exact = torch.linalg.solve(matrix, b)
     _close(solution.x, exact, 1e-8, f"{solver} is wrong")
     measured = float((b - matrix @ solution.x).norm() / b.norm())
-    assert abs(solution.residual - measured) <= 1e-12 + 1e-3 * measured, f"{solver} reports the residual {solution.residual}, but it is {measured}"
+    assert abs(solution.residual - measured) <= 1e-12 + 1e-3 * measured, (
+        f"{solver} reports the residual {solution.residual}, but it is {measured}"
+    )
     warm = solver.solve(operator, b, exact)
     _close(warm.x, exact, 1e-8, f"{solver} leaves a warm start at the solution")
-    assert warm.products <= solution.products + 2, f"{solver} spends {warm.products} products from the solution and {solution.products} from nowhere"
+    assert warm.products <= solution.products + 2, (
+        f"{solver} spends {warm.products} products from the solution and {solution.products} from nowhere"
+    )
     assert float(solver.solve(operator, torch.zeros_like(b)).x.norm()) == 0, f"{solver} does not give x = 0 for b = 0"
 
 
 def check_constraint(constraint: Constraint, like: trees.Tree) -> None:
-    """The projection is idempotent, nearest, non-expansive, and leaves its argument alone; `like` shows the structure of λ."""
+    """The projection is idempotent, nearest, non-expansive, and leaves its argument alone; `like` shows the structure
+    of λ."""
     generator = torch.Generator().manual_seed(11)
 
     def draw(scale: float) -> trees.Tree:
@@ -95,9 +109,13 @@ def check_constraint(constraint: Constraint, like: trees.Tree) -> None:
         assert same(x, copy), f"{constraint} changed its argument"
         assert trees.flatten(px)[1] == trees.flatten(x)[1], f"{constraint} changed the structure of λ"
         again = constraint.project(px)
-        assert float(trees.norm(trees.subtract(again, px))) <= 1e-12 * (1 + scale), f"{constraint} moves a point that it has projected"
+        assert float(trees.norm(trees.subtract(again, px))) <= 1e-12 * (1 + scale), (
+            f"{constraint} moves a point that it has projected"
+        )
         moved, apart = trees.norm(trees.subtract(px, py)), trees.norm(trees.subtract(x, y))
-        assert float(moved) <= float(apart) * (1 + 1e-12), f"{constraint} is not a projection: it moved two points apart"
+        assert float(moved) <= float(apart) * (1 + 1e-12), (
+            f"{constraint} is not a projection: it moved two points apart"
+        )
         # ⟨x − Px, z − Px⟩ ≤ 0 for every z in the set characterises the nearest point of a convex set.
         angle = float(trees.dot(trees.subtract(x, px), trees.subtract(py, px)))
         assert angle <= 1e-10 * (1 + scale**2), f"{constraint} does not return the nearest point"
@@ -116,13 +134,19 @@ def _check_step(dynamics: Dynamics) -> None:
         for t in (1, 2):
             first, first_state = dynamics.step(loss, w, state, t)
             second, second_state = dynamics.step(loss, w, state, t)
-            assert same(first, second) and same(first_state, second_state), f"{dynamics}: two calls of step {t} with the same arguments differ"
+            assert same(first, second) and same(first_state, second_state), (
+                f"{dynamics}: two calls of step {t} with the same arguments differ"
+            )
             assert trees.flatten(first)[1] == trees.flatten(w)[1], f"{dynamics} changes the structure of w"
-            assert all(a.shape == b.shape for a, b in zip(trees.leaves(first), trees.leaves(w), strict=True)), f"{dynamics} changes the shape of w"
+            assert all(a.shape == b.shape for a, b in zip(trees.leaves(first), trees.leaves(w), strict=True)), (
+                f"{dynamics} changes the shape of w"
+            )
             with torch.enable_grad():
                 recorded = dynamics.step(loss, w, state, t)[0]
             _close(trees.detach(recorded), first, 1e-14, f"{dynamics} steps elsewhere when gradients are recorded")
-            assert not any(leaf.requires_grad for leaf in trees.tensors((first, first_state))), f"{dynamics} keeps a graph where gradients are switched off"
+            assert not any(leaf.requires_grad for leaf in trees.tensors((first, first_state))), (
+                f"{dynamics} keeps a graph where gradients are switched off"
+            )
             state = first_state
     assert same(w, copy), f"{dynamics} changed w in place"
 
@@ -131,7 +155,12 @@ def _check_agreement(example: Example, dynamics: Any) -> None:
     settings: dict[str, Any] = {"dynamics": dynamics, "steps": STEPS}
     reference = hypergradient(example.problem, example.lam, example.task, method=Unrolled(), **settings)
     differences = central_differences(lambda lam: value_of(example.problem, lam, example.task, **settings), example.lam)
-    _close(reference.grad, differences, DIFFERENCES, f"{dynamics} on the {example.name} problem: Unrolled differs from central differences")
+    _close(
+        reference.grad,
+        differences,
+        DIFFERENCES,
+        f"{dynamics} on the {example.name} problem: Unrolled differs from central differences",
+    )
     for method in exact_methods():
         try:
             found = hypergradient(example.problem, example.lam, example.task, method=method, **settings)
@@ -169,7 +198,9 @@ def _check_zero_gradient(dynamics: Dynamics) -> None:
         init=lambda lam: torch.ones(4, dtype=torch.float64),
     )
     grad = hypergradient(problem, torch.ones(2, dtype=torch.float64), Task(None, None), dynamics=dynamics, steps=3).grad
-    assert bool(torch.isfinite(grad).all()), f"{dynamics} gives a non-finite hypergradient when some weights have no gradient"
+    assert bool(torch.isfinite(grad).all()), (
+        f"{dynamics} gives a non-finite hypergradient when some weights have no gradient"
+    )
 
 
 def _check_claims(dynamics: Dynamics) -> None:
@@ -227,7 +258,8 @@ def _check_mean(method: Method, example: Example, settings: dict[str, Any]) -> N
 
 
 def _check_encode(method: Method, dynamics: Dynamics) -> None:
-    """A problem with `encode` equals the same problem with the encoding written into the objectives, and encodes once."""
+    """A problem with `encode` equals the same problem with the encoding written into the objectives, and encodes
+    once."""
     generator = torch.Generator().manual_seed(13)
     x = torch.randn(10, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(10, generator=generator, dtype=torch.float64)
@@ -247,7 +279,9 @@ def _check_encode(method: Method, dynamics: Dynamics) -> None:
 
     encoded = Problem(lambda w, lam, b: objective(w, *b), lambda w, lam, b: objective(w, *b), start, encode)
     written = Problem(
-        lambda w, lam, b: objective(w, torch.tanh(b[0] @ lam), b[1]), lambda w, lam, b: objective(w, torch.tanh(b[0] @ lam), b[1]), start
+        lambda w, lam, b: objective(w, torch.tanh(b[0] @ lam), b[1]),
+        lambda w, lam, b: objective(w, torch.tanh(b[0] @ lam), b[1]),
+        start,
     )
     task = Task((x[:5], y[:5]), (x[5:], y[5:]))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,18 +38,28 @@ class ProblemReport:
 
     def __str__(self) -> str:
         return (
-            f"The problem is sound: f_T(λ) = {self.value:.6g}; hypergradients agree with central differences to {self.differences:.1e} "
+            f"The problem is sound: f_T(λ) = {self.value:.6g}; hypergradients agree with central differences to "
+            f"{self.differences:.1e} "
             f"in {self.directions} directions, and replayed steps with recorded ones to {self.methods:.1e}."
         )
 
 
 def check_problem(
-    problem: Problem, lam: Tree, task: Task, *, dynamics: DynamicsLike, steps: int, directions: int = 5, tolerance: float | None = None, allow_unused: bool = False
+    problem: Problem,
+    lam: Tree,
+    task: Task,
+    *,
+    dynamics: DynamicsLike,
+    steps: int,
+    directions: int = 5,
+    tolerance: float | None = None,
+    allow_unused: bool = False,
 ) -> ProblemReport:
     """Raise a `BilevelError` that says what is wrong with a problem, or return what was measured.
 
-    It checks λ, shapes and dtypes; that every leaf of λ reaches an objective; that values and gradients are finite; that `inner`, `outer` and `task.train` are pure; and
-    that hypergradients agree with central differences along random directions. Run it in float64 on a small task: in float32 differences are worth three digits.
+    It checks λ, shapes and dtypes; that every leaf of λ reaches an objective; that values and gradients are finite;
+    that `inner`, `outer` and `task.train` are pure; and that hypergradients agree with central differences along random
+    directions. Run it in float64 on a small task: in float32 differences are worth three digits.
 
     Args:
         problem, lam, task, dynamics, steps, allow_unused: as for `hypergradient`.
@@ -58,20 +69,22 @@ def check_problem(
     leaves = trees.leaves(lam)
     single = any(getattr(leaf, "dtype", None) != torch.float64 for leaf in leaves)
     tolerance = (2e-2 if single else 1e-5) if tolerance is None else tolerance
-    settings = {"dynamics": dynamics, "steps": steps}
+    settings: dict[str, Any] = {"dynamics": dynamics, "steps": steps}
 
     recorded = hypergradient(problem, lam, task, method=Unrolled(), allow_unused=allow_unused, **settings)
     replayed = hypergradient(problem, lam, task, method=Reverse(), allow_unused=allow_unused, **settings)
     values = [float(value_of(problem, lam, task, **settings)) for _ in range(2)]
     if values[0] != values[1]:
         raise BilevelError(
-            f"f_T(λ) was {values[0]!r} and then {values[1]!r} for the same λ: something in inner, outer, init or task.train is not pure. Look for dropout, "
+            f"f_T(λ) was {values[0]!r} and then {values[1]!r} for the same λ: something in inner, outer, init or "
+            "task.train is not pure. Look for dropout, "
             "random augmentation or a sampler with hidden state, and make each a function of t."
         )
     disagreement = relative_error(replayed.grad, recorded.grad)
     if disagreement > tolerance:
         raise BilevelError(
-            f"Replaying the steps gives a hypergradient that differs by {disagreement:.2g} (relative) from recording them: a step is not a pure function of (w, λ, t, batch)."
+            f"Replaying the steps gives a hypergradient that differs by {disagreement:.2g} (relative) from recording "
+            "them: a step is not a pure function of (w, λ, t, batch)."
         )
     worst = 0.0
     spec = trees.flatten(lam)[1]
@@ -83,17 +96,28 @@ def check_problem(
         worst = max(worst, abs(found - expected) / scale)
         if worst > tolerance:
             raise BilevelError(
-                f"Along random direction {index} of λ the hypergradient gives the slope {found:.8g}, but central differences give {expected:.8g}. An objective uses an "
-                "operation whose derivative is not its slope: .detach(), rounding, argmax, a custom autograd.Function, or an in-place change of data."
+                f"Along random direction {index} of λ the hypergradient gives the slope {found:.8g}, but central "
+                f"differences give {expected:.8g}. An objective uses an "
+                "operation whose derivative is not its slope: .detach(), rounding, argmax, a custom "
+                "autograd.Function, or an in-place change of data."
             )
     if scale == 1e-12:
-        warnings.warn("The hypergradient is exactly zero here: λ is stationary, or the start makes the first steps blind to it.", BilevelWarning, stacklevel=2)
+        warnings.warn(
+            "The hypergradient is exactly zero here: λ is stationary, or the start makes the first steps blind to it.",
+            BilevelWarning,
+            stacklevel=2,
+        )
     return ProblemReport(values[0], worst, disagreement, directions)
 
 
-def _directional(problem: Problem, lam: Tree, task: Task, settings: dict, direction: Tree, step: float) -> float:  # type: ignore[type-arg]
+def _directional(
+    problem: Problem, lam: Tree, task: Task, settings: dict[str, Any], direction: Tree, step: float
+) -> float:
     slopes = []
     for width in (step, 2 * step):
-        above, below = (float(value_of(problem, trees.map(lambda x, d, h=h: x + h * d, lam, direction), task, **settings)) for h in (width, -width))
+        above, below = (
+            float(value_of(problem, trees.map(lambda x, d, h=h: x + h * d, lam, direction), task, **settings))
+            for h in (width, -width)
+        )
         slopes.append((above - below) / (2 * width))
     return (4 * slopes[0] - slopes[1]) / 3

@@ -37,15 +37,17 @@ def examples() -> list[Example]:
 
 def closed_form(example: Example) -> tuple[Tree, Tree]:
     """w_λ and ∇f(λ) of the quadratic example, by linear algebra and autograd on the solution formula."""
-    leaves, spec = trees.flatten(example.lam)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    values, spec = trees.flatten(example.lam)
+    leaves = [leaf.detach().requires_grad_() for leaf in values]
     lam = spec.unflatten(leaves)
     x, y = example.task.train
     matrix = x.T @ x / len(x) + torch.diag(0.5 + lam["penalty"].exp())
     w = torch.linalg.solve(matrix, x.T @ (y + lam["shift"]) / len(x))
     value = _outer({"a": w[:3], "b": w[3:]}, lam, example.task.val)
     grads = torch.autograd.grad(value, leaves, allow_unused=True)
-    return {"a": w[:3].detach(), "b": w[3:].detach()}, spec.unflatten(torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True))
+    return {"a": w[:3].detach(), "b": w[3:].detach()}, spec.unflatten(
+        torch.zeros_like(v) if g is None else g for v, g in zip(leaves, grads, strict=True)
+    )
 
 
 def _data() -> tuple[Tree, Tree, Tree]:
@@ -55,7 +57,7 @@ def _data() -> tuple[Tree, Tree, Tree]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     x, x_val = normal(12, 5) * 0.9, normal(8, 5)
-    lam = {"penalty": normal(5) * 0.3 - 1, "shift": normal(()) * 0.5, "start": normal(5) * 0.5}
+    lam = {"penalty": normal(5) * 0.3 - 1, "shift": normal() * 0.5, "start": normal(5) * 0.5}
     return (x, normal(12)), (x_val, normal(8)), lam
 
 
