@@ -1,7 +1,7 @@
 """The memory of one method at one T, measured in this fresh process: `python memory_probe.py case.npz METHOD`.
 
-The peak of the resident memory during the run is held against what is resident after a warm-up with T = 1, so that the interpreter, torch, the data and
-a single step's workspace do not count. Prints one JSON object.
+The peak of the resident memory during the run is held against what is resident after a warm-up with T = 1, so that the
+interpreter, torch, the data and a single step's workspace do not count. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The benchmark: `python benchmarks/run.py [--quick] [--out FOLDER] [--only SECTION]`.
 
-Times every way to the hypergradient that the package has, and its peers, on the same problems; measures memory; holds both against the targets. Each peer
-gets a virtual environment of its own in `.bench/`. A new contestant is a new file in `contestants/`.
+Times every way to the hypergradient that the package has, and its peers, on the same problems; measures memory; holds
+both against the targets. Each peer gets a virtual environment of its own in `.bench/`. A new contestant is a new file
+in `contestants/`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,20 @@ from harness.sections import FULL, QUICK, SECTIONS, Pool
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="about a minute: fewer rounds, smaller T; writes to .bench/quick unless --out says otherwise")
-    parser.add_argument("--out", type=Path, help="folder for results.json, RESULTS.md and the pictures (default: benchmarks/results)")
-    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="measure this section only; the others keep their earlier figures")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="about a minute: fewer rounds, smaller T; writes to .bench/quick unless --out says otherwise",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for results.json, RESULTS.md and the pictures (default: benchmarks/results)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(SECTIONS),
+        help="measure this section only; the others keep their earlier figures",
+    )
     return parser.parse_args()
 
 
@@ -53,7 +65,9 @@ def main() -> None:
                 def tick(what: str, amount: float, bar: TaskID = bar) -> None:
                     progress.update(bar, description=what, advance=amount)
 
-                results.put(name, SECTIONS[name](pool, QUICK if options.quick else FULL, Path(cases), tick), options.quick)
+                results.put(
+                    name, SECTIONS[name](pool, QUICK if options.quick else FULL, Path(cases), tick), options.quick
+                )
                 progress.update(bar, description="done", completed=1.0)
                 results.save()
     finally:

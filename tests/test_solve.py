@@ -103,9 +103,16 @@ def test_lam_stays_in_the_constraint():
 def test_converged_at_a_constrained_minimiser():
     problem = bl.Problem(lambda w, lam, _: (w - lam) ** 2, lambda w, lam, _: (w - 3) ** 2, lambda lam: torch.zeros(()))
     sol = bl.solve(
-        problem, torch.tensor(0.0), bl.Task(None, None), dynamics=bl.GradientDescent(0.5), steps=1, constraint=bl.Box(-1, 1), iterations=50, tol=1e-8,
+        problem,
+        torch.tensor(0.0),
+        bl.Task(None, None),
+        dynamics=bl.GradientDescent(0.5),
+        steps=1,
+        constraint=bl.Box(-1, 1),
+        iterations=50,
+        tol=1e-8,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
-    )  # fmt: skip
+    )
     assert float(sol.outer) == 1.0 and sol.outcome.kind == "converged" and len(sol.history["value"]) < 10
 
 

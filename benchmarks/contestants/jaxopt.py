@@ -17,7 +17,9 @@ REQUIREMENTS = ("jax", "jaxlib", "jaxopt==0.8.5", "numpy")
 def prepare(case: Case) -> Run:
     p = in_jax(case)
     # tol=0: exactly T steps, as everyone else takes.
-    solver = jaxopt.GradientDescent(p.inner, stepsize=p.lr, maxiter=p.steps, tol=0.0, acceleration=False, implicit_diff=False, unroll=True, jit=True)
+    solver = jaxopt.GradientDescent(
+        p.inner, stepsize=p.lr, maxiter=p.steps, tol=0.0, acceleration=False, implicit_diff=False, unroll=True, jit=True
+    )
 
     def value(lam: list[jax.Array]) -> jax.Array:
         return p.outer(solver.run(p.start, lam, p.train).params, lam, p.val)

@@ -8,7 +8,8 @@ from harness.contract import Case
 
 
 def ridge(steps: int) -> Case:
-    """Appendix C of the paper: 30 training points, 30 features of which 5 carry signal, and a log L2 coefficient for each feature."""
+    """Appendix C of the paper: 30 training points, 30 features of which 5 carry signal, and a log L2 coefficient for
+    each feature."""
     rng = np.random.default_rng(0)
     truth = np.zeros(30)
     truth[:5] = rng.normal(size=5)
@@ -21,7 +22,8 @@ def ridge(steps: int) -> Case:
 
 
 def network(steps: int, *, per_weight: bool = True) -> Case:
-    """A 100 → 64 → 10 tanh network on a batch of 128, with a log L2 coefficient for each weight, or for each of the two layers."""
+    """A 100 → 64 → 10 tanh network on a batch of 128, with a log L2 coefficient for each weight, or for each of the two
+    layers."""
     rng = np.random.default_rng(1)
     shapes = [(64, 100), (64,), (10, 64), (10,)]
     start = [rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) > 1 else np.zeros(shape) for shape in shapes]
@@ -34,7 +36,8 @@ def network(steps: int, *, per_weight: bool = True) -> Case:
 
 
 def shared_ridge(groups: int, steps: int) -> Case:
-    """A ridge problem whose w always has 4096 numbers, penalised by 1, 8, 64 or 512 coefficients that broadcast over it.
+    """A ridge problem whose w always has 4096 numbers, penalised by 1, 8, 64 or 512 coefficients that broadcast over
+    it.
 
     Only the size of λ changes from one case to the next, which is what its cost should be held against.
     """
@@ -42,4 +45,13 @@ def shared_ridge(groups: int, steps: int) -> Case:
     rng = np.random.default_rng(2)
     inputs, targets = rng.normal(size=(8, 32, 8)), rng.normal(size=(8, 32, 64))
     train, val = [inputs[:, :16], targets[:, :16]], [inputs[:, 16:], targets[:, 16:]]
-    return Case(f"shared-ridge-{groups}", "ridge", [rng.normal(size=shape) * 0.1], [np.zeros((8, 8, 64))], train, val, 0.01, steps)
+    return Case(
+        f"shared-ridge-{groups}",
+        "ridge",
+        [rng.normal(size=shape) * 0.1],
+        [np.zeros((8, 8, 64))],
+        train,
+        val,
+        0.01,
+        steps,
+    )

@@ -21,8 +21,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 class Contestant:
     """What a contestant's file says about itself.
 
-    `group` decides which targets it enters: "bilevel", "torch peer", "by hand" or "jax"; `kinds` are the problems it takes part in, None for all;
-    with `slow_start` (compilation takes a minute) it is left out of quick runs.
+    `group` decides which targets it enters: "bilevel", "torch peer", "by hand" or "jax"; `kinds` are the problems it
+    takes part in, None for all; with `slow_start` (compilation takes a minute) it is left out of quick runs.
     """
 
     name: str

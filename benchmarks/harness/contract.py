@@ -19,7 +19,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One bilevel problem with all its numbers: `kind` names the objectives, `steps` is T, `lr` the constant step of gradient descent."""
+    """One bilevel problem with all its numbers: `kind` names the objectives, `steps` is T, `lr` the constant step of
+    gradient descent."""
 
     name: str
     kind: str
@@ -33,7 +34,9 @@ class Case:
     def save(self, folder: Path) -> Path:
         path = folder / f"{self.name}.npz"
         groups = {"lam": self.lam, "start": self.start, "train": self.train, "val": self.val}
-        arrays: dict[str, Any] = {f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)}
+        arrays: dict[str, Any] = {
+            f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)
+        }
         np.savez(path, kind=self.kind, lr=self.lr, steps=self.steps, **arrays)
         return path
 
@@ -42,6 +45,18 @@ class Case:
         with np.load(path) as stored:
 
             def group(name: str) -> list[np.ndarray]:
-                return [stored[f"{name}/{index}"] for index in range(sum(key.startswith(f"{name}/") for key in stored.files))]
+                return [
+                    stored[f"{name}/{index}"]
+                    for index in range(sum(key.startswith(f"{name}/") for key in stored.files))
+                ]
 
-            return Case(path.stem, str(stored["kind"]), group("lam"), group("start"), group("train"), group("val"), float(stored["lr"]), int(stored["steps"]))
+            return Case(
+                path.stem,
+                str(stored["kind"]),
+                group("lam"),
+                group("start"),
+                group("train"),
+                group("val"),
+                float(stored["lr"]),
+                int(stored["steps"]),
+            )

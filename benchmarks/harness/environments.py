@@ -20,7 +20,8 @@ class NotInstalled(Exception):
 def python_of(environment: str | None, requirements: Sequence[str]) -> Path:
     """The interpreter of an environment, made on first use; of the running one where no environment is named.
 
-    `constraints.txt` pins the CPU build of torch: without it each torch peer would fetch several gigabytes of CUDA packages.
+    `constraints.txt` pins the CPU build of torch: without it each torch peer would fetch several gigabytes of CUDA
+    packages.
     """
     if environment is None:
         return Path(sys.executable)
@@ -31,7 +32,17 @@ def python_of(environment: str | None, requirements: Sequence[str]) -> Path:
         return python
     if not python.exists():
         venv.create(folder, with_pip=True, symlinks=os.name != "nt")
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"), *requirements]
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        *requirements,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise NotInstalled(_reason(done.stderr))
@@ -41,7 +52,9 @@ def python_of(environment: str | None, requirements: Sequence[str]) -> Path:
 
 def single_threaded() -> dict[str, str]:
     """The environment variables of a worker: one thread in every library, and no accelerator."""
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1")
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+    )
     jax = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
     return {**os.environ, **threads, **jax, "PYTHONDONTWRITEBYTECODE": "1"}
 

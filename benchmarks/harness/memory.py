@@ -22,7 +22,8 @@ METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Forward", "Reversible")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a method needed at one T: `rss` as the operating system saw it (the smallest of `runs`), `stats` as the method counted its own."""
+    """Bytes that a method needed at one T: `rss` as the operating system saw it (the smallest of `runs`), `stats` as
+    the method counted its own."""
 
     method: str
     steps: int
@@ -32,7 +33,9 @@ class Memory:
     runs: list[int]
 
 
-def measure_memory(times: Sequence[int], repeats: int, folder: Path, tick: Callable[[str, float], None]) -> list[Memory]:
+def measure_memory(
+    times: Sequence[int], repeats: int, folder: Path, tick: Callable[[str, float], None]
+) -> list[Memory]:
     """Every method at every T, on the network with one hyperparameter for each layer, so that Forward can take part."""
     found = []
     for steps in times:
@@ -41,7 +44,11 @@ def measure_memory(times: Sequence[int], repeats: int, folder: Path, tick: Calla
         for method in METHODS:
             answers = [_probe(path, method) for _ in range(repeats)]
             runs = [answer["rss"] for answer in answers]
-            found.append(Memory(method, steps, min(runs), answers[0]["stats"], min(answer["seconds"] for answer in answers), runs))
+            found.append(
+                Memory(
+                    method, steps, min(runs), answers[0]["stats"], min(answer["seconds"] for answer in answers), runs
+                )
+            )
             gradients[method] = np.array(answers[0]["gradient"])
             error = distance(gradients[method], gradients[METHODS[0]])
             if not error <= TOLERANCE:

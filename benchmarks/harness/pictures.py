@@ -29,7 +29,15 @@ LINES = {
 
 
 def draw(results: Results) -> None:
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 140, "savefig.bbox": "tight"}):
+    with plt.rc_context(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "figure.dpi": 140,
+            "savefig.bbox": "tight",
+        }
+    ):
         cases = {case: timings for case, timings in results.by_case("ridge", "network").items() if baseline(timings)}
         if cases:
             _ratios(results, cases)
@@ -48,16 +56,31 @@ def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
         ratios = [Ratio.of(timing, base) for timing in ran]
         values = np.array([ratio.value for ratio in ratios])
         spread = np.array([[r.value - r.low for r in ratios], [r.high - r.value for r in ratios]])
-        axis.barh([t.label for t in ran], values, xerr=spread, color=[COLOURS[t.group] for t in ran], error_kw={"lw": 0.8, "ecolor": "#333333"}, height=0.65)
+        axis.barh(
+            [t.label for t in ran],
+            values,
+            xerr=spread,
+            color=[COLOURS[t.group] for t in ran],
+            error_kw={"lw": 0.8, "ecolor": "#333333"},
+            height=0.65,
+        )
         axis.axvline(1, color="#333333", lw=0.8, ls="--")
         axis.set_xscale("log")
         axis.set_xlim(values.min() / 2, values.max() * 5)
         for row, (timing, ratio) in enumerate(zip(ran, ratios, strict=True)):
-            axis.text(ratio.high * 1.1, row, f"{ratio.value:.2f}× · {milliseconds(timing.minimum)} ms", va="center", fontsize=7.5)
+            axis.text(
+                ratio.high * 1.1,
+                row,
+                f"{ratio.value:.2f}× · {milliseconds(timing.minimum)} ms",
+                va="center",
+                fontsize=7.5,
+            )
         axis.set_title(case)
         axis.set_xlabel(f"time relative to {base.label}")
     handles = [Patch(color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, list(COLOURS), ncol=len(COLOURS), loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False)
+    figure.legend(
+        handles, list(COLOURS), ncol=len(COLOURS), loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False
+    )
     figure.tight_layout()
     figure.savefig(results.folder / "ratios.png")
     plt.close(figure)
@@ -66,12 +89,17 @@ def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
 def _memory(results: Results) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     figures = results.memory()
-    for axis, field, title in ((axes[0], "rss", "resident memory above a run with T = 1"), (axes[1], "stats", "what the method keeps (stats.peak_memory)")):
+    for axis, field, title in (
+        (axes[0], "rss", "resident memory above a run with T = 1"),
+        (axes[1], "stats", "what the method keeps (stats.peak_memory)"),
+    ):
         for method in dict.fromkeys(row.method for row in figures):
             colour, marker = LINES[method]
             mine = sorted((row.steps, getattr(row, field) / 1e6) for row in figures if row.method == method)
             # A run that fits into what the warm-up left behind shows no growth at all; a logarithm needs a floor.
-            axis.plot([t for t, _ in mine], [max(mb, 1e-2) for _, mb in mine], color=colour, marker=marker, ms=4, label=method)
+            axis.plot(
+                [t for t, _ in mine], [max(mb, 1e-2) for _, mb in mine], color=colour, marker=marker, ms=4, label=method
+            )
         axis.set(xscale="log", yscale="log", xlabel="T", title=title)
         axis.grid(alpha=0.25)
     axes[0].set_ylabel("MB")
@@ -97,7 +125,9 @@ def _lines(axis: Axes, timings: list[Timing], label: str, title: str) -> None:
         mine = sorted((t for t in timings if t.label == name and t.rounds), key=size_of)
         sizes = [size_of(t) for t in mine]
         axis.plot(sizes, [t.minimum * 1e3 for t in mine], color=colour, marker=marker, ms=4, label=name)
-        axis.fill_between(sizes, [t.minimum * 1e3 for t in mine], [t.median * 1e3 for t in mine], color=colour, alpha=0.2, lw=0)
+        axis.fill_between(
+            sizes, [t.minimum * 1e3 for t in mine], [t.median * 1e3 for t in mine], color=colour, alpha=0.2, lw=0
+        )
     axis.set(xscale="log", yscale="log", xlabel=label, title=title)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=8)

@@ -49,7 +49,10 @@ def tables(results: Results) -> Iterator[Table]:
         yield _speed(case, timings)
     if results.memory():
         yield _memory(results)
-    for key, title, name in (("steps", "Time against T (ridge)", "T ="), ("lam", "Time against the size of λ (w has 4,096 numbers, T = 10)", "λ:")):
+    for key, title, name in (
+        ("steps", "Time against T (ridge)", "T ="),
+        ("lam", "Time against the size of λ (w has 4,096 numbers, T = 10)", "λ:"),
+    ):
         if timings := results.timings("scaling", key):
             yield _scaling(title, name, timings)
 
@@ -67,10 +70,20 @@ def _speed(case: str, timings: list[Timing]) -> Table:
             rows.append([timing.label, "–", "–", "–", timing.unavailable or "–"])
             continue
         ratio = str(Ratio.of(timing, base)) if base else "–"
-        rows.append([timing.label, milliseconds(timing.minimum), milliseconds(timing.median), ratio, f"{timing.first:.2f} s"])
-    note = f"Ratio: against {base.label}, median over rounds (10 % to 90 %). First call: preparation and compilation included." if base else ""
+        rows.append(
+            [timing.label, milliseconds(timing.minimum), milliseconds(timing.median), ratio, f"{timing.first:.2f} s"]
+        )
+    note = (
+        f"Ratio: against {base.label}, median over rounds (10 % to 90 %). First call: preparation and compilation included."
+        if base
+        else ""
+    )
     versions = {name: version for timing in timings for name, version in timing.versions.items() if name != "numpy"}
-    note += " Peers: " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) + "." if versions else ""
+    note += (
+        " Peers: " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items())) + "."
+        if versions
+        else ""
+    )
     return Table(case, ["contestant", "minimum, ms", "median, ms", "ratio", "first call"], rows, note)
 
 
@@ -86,7 +99,12 @@ def _memory(results: Results) -> Table:
         "MB: growth of the resident memory over a run with T = 1 / what the method says it kept "
         "(`stats.peak_memory`). Heavy ball, one λ for each layer."
     )
-    return Table("Peak memory against T (network)", ["method", *(f"T = {t}" for t in times), f"time at T = {times[-1]}"], rows, note)
+    return Table(
+        "Peak memory against T (network)",
+        ["method", *(f"T = {t}" for t in times), f"time at T = {times[-1]}"],
+        rows,
+        note,
+    )
 
 
 def _scaling(title: str, name: str, timings: list[Timing]) -> Table:
@@ -119,7 +137,8 @@ def write_markdown(results: Results) -> None:
     pictures = [f"![{caption}]({name})" for name, caption in PICTURES.items() if (results.folder / name).exists()]
     body = [
         "# Benchmark results",
-        "Made by `python benchmarks/run.py`. One thread each; contestants take turns, round by round; all return the same hypergradient (relative 1e-6).",
+        "Made by `python benchmarks/run.py`. One thread each; contestants take turns, round by round; all return the "
+        "same hypergradient (relative 1e-6).",
         "\n".join(origin),
         *(table.in_markdown() for table in tables(results)),
         *pictures,

@@ -1,4 +1,5 @@
-"""The figures as they are stored: everything that is shown is computed from these, so a report can be made again at any time."""
+"""The figures as they are stored: everything that is shown is computed from these, so a report can be made again at any
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "results.json"
-        self.sections: dict[str, dict[str, Any]] = json.loads(self.path.read_text())["sections"] if self.path.exists() else {}
+        self.sections: dict[str, dict[str, Any]] = (
+            json.loads(self.path.read_text())["sections"] if self.path.exists() else {}
+        )
 
     def put(self, name: str, figures: dict[str, Any], quick: bool) -> None:
         self.sections[name] = {"machine": machine(), "quick": quick, **figures}
@@ -92,4 +95,7 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor() or "unknown",
+    )

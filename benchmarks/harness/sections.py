@@ -85,7 +85,9 @@ class Pool:
             worker.close()
 
 
-def _timed(pool: Pool, names: list[str] | None, problems: list[Case], effort: Effort, folder: Path, tick: Tick) -> list[dict[str, Any]]:
+def _timed(
+    pool: Pool, names: list[str] | None, problems: list[Case], effort: Effort, folder: Path, tick: Tick
+) -> list[dict[str, Any]]:
     timings = measure(pool.of(names, tick), problems, folder, effort.rounds, effort.budget, tick)
     timings += [line for case in problems for line in pool.missing(case) if names is None or line.contestant in names]
     return [timing.as_json() for timing in timings]
@@ -103,19 +105,33 @@ def network(pool: Pool, effort: Effort, folder: Path, tick: Tick) -> dict[str, A
 
 def memory(pool: Pool, effort: Effort, folder: Path, tick: Tick) -> dict[str, Any]:
     """Peak memory against T."""
-    return {"memory": [asdict(figure) for figure in measure_memory(effort.memory_steps, effort.memory_repeats, folder, tick)]}
+    return {
+        "memory": [
+            asdict(figure) for figure in measure_memory(effort.memory_steps, effort.memory_repeats, folder, tick)
+        ]
+    }
 
 
 def scaling(pool: Pool, effort: Effort, folder: Path, tick: Tick) -> dict[str, Any]:
     """Time against T and against the size of λ."""
-    in_steps, in_lam = [cases.ridge(steps) for steps in effort.scaling_steps], [cases.shared_ridge(size, 10) for size in effort.lam_sizes]
+    in_steps, in_lam = (
+        [cases.ridge(steps) for steps in effort.scaling_steps],
+        [cases.shared_ridge(size, 10) for size in effort.lam_sizes],
+    )
 
     def half(what: str, amount: float) -> None:
         tick(what, amount / 2)
 
-    by_steps = _timed(pool, ["bilevel_unrolled", "bilevel_reverse", "bilevel_spectral", "jaxopt"], in_steps, effort, folder, half)
+    by_steps = _timed(
+        pool, ["bilevel_unrolled", "bilevel_reverse", "bilevel_spectral", "jaxopt"], in_steps, effort, folder, half
+    )
     by_lam = _timed(pool, ["bilevel_reverse", "bilevel_forward"], in_lam, effort, folder, half)
     return {"steps": by_steps, "lam": by_lam}
 
 
-SECTIONS: dict[str, Callable[[Pool, Effort, Path, Tick], dict[str, Any]]] = {"ridge": ridge, "network": network, "memory": memory, "scaling": scaling}
+SECTIONS: dict[str, Callable[[Pool, Effort, Path, Tick], dict[str, Any]]] = {
+    "ridge": ridge,
+    "network": network,
+    "memory": memory,
+    "scaling": scaling,
+}

@@ -42,7 +42,9 @@ def targets(results: Results) -> list[Target]:
     return [*_speed(results), *_memory(results.memory()), *_scaling(results)]
 
 
-def _ratio(claim: str, section: str, one: Timing | None, other: Timing | None, limit: float, at_least: bool = False) -> Target:
+def _ratio(
+    claim: str, section: str, one: Timing | None, other: Timing | None, limit: float, at_least: bool = False
+) -> Target:
     if one is None or other is None or not one.rounds or not other.rounds:
         absent = next((t.unavailable for t in (one, other) if t is not None and t.unavailable), "not measured")
         return Target(claim, section, None, limit, absent, at_least)
@@ -57,7 +59,14 @@ def _speed(results: Results) -> Iterator[Target]:
         yield _ratio("Unrolled no slower than the fastest torch peer", case, unrolled, baseline(timings), 1.0)
         yield _ratio("Reverse within 1.6 times Unrolled", case, reverse, unrolled, 1.6)
         if case == "ridge-T250":
-            yield _ratio("compiled Reverse at least 4 times faster than eager", case, reverse, named.get("bilevel_reverse_compiled"), 4.0, at_least=True)
+            yield _ratio(
+                "compiled Reverse at least 4 times faster than eager",
+                case,
+                reverse,
+                named.get("bilevel_reverse_compiled"),
+                4.0,
+                at_least=True,
+            )
 
 
 def _memory(figures: list[Memory]) -> Iterator[Target]:

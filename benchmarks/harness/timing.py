@@ -1,4 +1,5 @@
-"""Timing by turns: in every round each contestant runs once, in another order, so that a busy machine slows all of them alike."""
+"""Timing by turns: in every round each contestant runs once, in another order, so that a busy machine slows all of them
+alike."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer one takes than another: the median over rounds, and the range of the middle four fifths of them."""
+    """How many times longer one takes than another: the median over rounds, and the range of the middle four fifths of
+    them."""
 
     value: float
     low: float
@@ -66,7 +68,14 @@ class Ratio:
         return f"{self.value:.2f} ({self.low:.2f}–{self.high:.2f})"
 
 
-def measure(workers: Sequence[Worker], cases: Sequence[Case], folder: Path, rounds: int, budget: float, tick: Callable[[str, float], None]) -> list[Timing]:
+def measure(
+    workers: Sequence[Worker],
+    cases: Sequence[Case],
+    folder: Path,
+    rounds: int,
+    budget: float,
+    tick: Callable[[str, float], None],
+) -> list[Timing]:
     """Time every worker on every case that it enters.
 
     Args:
@@ -118,7 +127,8 @@ def check_agreement(timings: Sequence[Timing]) -> None:
         error = distance(timing.gradient, reference.gradient)
         if not error <= TOLERANCE:
             raise Disagreement(
-                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: {error:.2g} apart (relative), allowed {TOLERANCE:g}."
+                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: {error:.2g} "
+                f"apart (relative), allowed {TOLERANCE:g}."
             )
 
 

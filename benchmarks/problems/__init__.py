@@ -1,1 +1,2 @@
-"""The benchmark's objectives, written once per array library so that every contestant differentiates the same numbers."""
+"""The benchmark's objectives, written once per array library so that every contestant differentiates the same
+numbers."""

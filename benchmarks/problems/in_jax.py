@@ -34,7 +34,10 @@ def network_outer(w: Arrays, lam: Arrays, batch: Arrays) -> Array:
     return -jnp.take_along_axis(scores, batch[1][:, None], axis=1).mean()
 
 
-OBJECTIVES: dict[str, tuple[Objective, Objective]] = {"ridge": (ridge_inner, ridge_outer), "network": (network_inner, network_outer)}
+OBJECTIVES: dict[str, tuple[Objective, Objective]] = {
+    "ridge": (ridge_inner, ridge_outer),
+    "network": (network_inner, network_outer),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class JaxCase:
 
 def in_jax(case: Case) -> JaxCase:
     jax.config.update("jax_enable_x64", True)
-    lam, start, train, val = ([jnp.asarray(array) for array in group] for group in (case.lam, case.start, case.train, case.val))
+    lam, start, train, val = (
+        [jnp.asarray(array) for array in group] for group in (case.lam, case.start, case.train, case.val)
+    )
     inner, outer = OBJECTIVES[case.kind]
     return JaxCase(inner, outer, lam, start, train, val, case.lr, case.steps)

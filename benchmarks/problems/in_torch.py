@@ -33,7 +33,10 @@ def network_outer(w: Tensors, lam: Tensors, batch: Tensors) -> Tensor:
     return cross_entropy(linear(hidden, w[2], w[3]), batch[1])
 
 
-OBJECTIVES: dict[str, tuple[Objective, Objective]] = {"ridge": (ridge_inner, ridge_outer), "network": (network_inner, network_outer)}
+OBJECTIVES: dict[str, tuple[Objective, Objective]] = {
+    "ridge": (ridge_inner, ridge_outer),
+    "network": (network_inner, network_outer),
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class TorchCase:
 
 def in_torch(case: Case) -> TorchCase:
     torch.set_num_threads(1)
-    lam, start, train, val = ([torch.from_numpy(array.copy()) for array in group] for group in (case.lam, case.start, case.train, case.val))
+    lam, start, train, val = (
+        [torch.from_numpy(array.copy()) for array in group] for group in (case.lam, case.start, case.train, case.val)
+    )
     inner, outer = OBJECTIVES[case.kind]
     return TorchCase(inner, outer, [leaf.requires_grad_() for leaf in lam], start, train, val, case.lr, case.steps)

@@ -106,7 +106,9 @@ def solve(
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
-    ...     inner=lambda w, lam, x: (w - lam) ** 2, outer=lambda w, lam, x: (w - 1) ** 2, init=lambda lam: torch.zeros_like(lam)
+    ...     inner=lambda w, lam, x: (w - lam) ** 2,
+    ...     outer=lambda w, lam, x: (w - 1) ** 2,
+    ...     init=lambda lam: torch.zeros_like(lam),
     ... )
     >>> sol = bl.solve(
     ...     problem, torch.tensor(3.0), bl.Task(None, None), dynamics=bl.GradientDescent(0.5), steps=1,

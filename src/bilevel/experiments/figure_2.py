@@ -180,8 +180,8 @@ def _choices(s: Settings) -> dict[str, str]:
         "problem": (
             f"w²·a + w·b with w = {s.truth:g} plus normal noise of {s.noise:g}; {s.points} training points with b = 0 "
             "and as many validation points "
-        )
-        "with normal b",
+            "with normal b"
+        ),
         "inner": f"mean squared error + λw², λ = {s.penalty:g}",
         "dynamics": f"gradient descent, η = {s.lr:g}, from w = {s.start:g}",
     }

@@ -218,14 +218,14 @@ def _choices(s: Settings) -> dict[str, str]:
         "data": (
             f"standard normal features; coefficients of the {s.informative} informative ones uniform on [0, 100], as "
             "in sklearn.datasets.make_regression; "
-        )
-        "no intercept; thirds in the order drawn",
+            "no intercept; thirds in the order drawn"
+        ),
         "noise": f"normal, {s.noise:g} times the standard deviation of the noiseless targets",
         "inner step size": (
             f"η = {s.step_scale:g}/ν with ν = 2‖X_tr‖² + 2 exp({s.high:g}), the largest curvature that any λ in Λ can "
             "give; "
-        )
-        "below 2/ν, so gradient descent converges for every λ in Λ",
+            "below 2/ν, so gradient descent converges for every λ in Λ"
+        ),
         "inner start": "w_0 = 0",
         "Λ": f"{s.low:g} ≤ λ_i ≤ {s.high:g}",
         "start of λ": f"λ_i = {s.start:g}",

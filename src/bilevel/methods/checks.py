@@ -191,7 +191,8 @@ def _check_objectives(process: Process, state: Any) -> None:
             value = _call(
                 name,
                 call,
-                context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; the batch is {trees.describe(batch)}",
+                context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; "
+                f"the batch is {trees.describe(batch)}",
             )
         if not isinstance(value, Tensor):
             raise BilevelError(

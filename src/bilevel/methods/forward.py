@@ -14,6 +14,9 @@ from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Gradients, Process, jacobian_vector_products, live_copy
 from bilevel.trees import Tree
 
+# Tangents beyond this fall out of the cache, and every operation on them then waits for memory.
+CACHE_BYTES = 2 * 1024**2
+
 
 @dataclass(frozen=True)
 class Forward(Method):
@@ -24,7 +27,7 @@ class Forward(Method):
     optimisation.
 
     Args:
-        chunk: propagate at most this many columns at once, to bound the workspace; None takes all.
+        chunk: propagate at most this many columns at once; None takes as many as keep a step's tangents in the cache.
     """
 
     chunk: int | None = None
@@ -80,11 +83,12 @@ class Forward(Method):
     def _push(
         self, outputs: Tree, inputs: list[Tensor], tangents: list[Tensor | None], columns: int
     ) -> list[Tensor | None]:
-        if self.chunk is None or self.chunk >= columns:
+        chunk = self.chunk or max(1, CACHE_BYTES // max(1, trees.nbytes(outputs)))
+        if chunk >= columns:
             return jacobian_vector_products(outputs, inputs, tangents)
         pieces = [
-            jacobian_vector_products(outputs, inputs, [None if z is None else z[i : i + self.chunk] for z in tangents])
-            for i in range(0, columns, self.chunk)
+            jacobian_vector_products(outputs, inputs, [None if z is None else z[i : i + chunk] for z in tangents])
+            for i in range(0, columns, chunk)
         ]
         return [None if parts[0] is None else torch.cat(parts) for parts in zip(*pieces, strict=True)]
 

@@ -54,7 +54,7 @@ def _data() -> tuple[Tree, Tree, Tree]:
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     x, x_val = normal(12, 5) * 0.9, normal(8, 5)
     lam = {"penalty": normal(5) * 0.3 - 1, "shift": normal() * 0.5, "start": normal(5) * 0.5}
