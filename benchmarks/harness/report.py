@@ -74,7 +74,7 @@ def _speed(case: str, timings: list[Timing]) -> Table:
             [timing.label, milliseconds(timing.minimum), milliseconds(timing.median), ratio, f"{timing.first:.2f} s"]
         )
     note = (
-        f"Ratio: against {base.label}, median over rounds (10 % to 90 %). First call: preparation and compilation included."
+        f"Ratio: against {base.label}, median over rounds (10 % to 90 %). First call: preparation and compilation."
         if base
         else ""
     )

@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel import trees
-from bilevel.dynamics import Dynamics
 from bilevel.errors import BilevelError
+from bilevel.methods.kernels import Kernel, build_once, compile_function
 from bilevel.methods.process import Bound, Gradients, Process, State, accumulate
-from bilevel.problem import Problem, Task
+from bilevel.problem import Task
 
 if TYPE_CHECKING:
     from bilevel.methods.reverse import Sweep
-
-Kernel = Callable[..., list[Tensor]]
 
 
 @dataclass
 class Blocks:
     """`length` steps forward, and the same steps backward, each as one compiled function of tensors.
 
-    A block is traced once, with everything that may change from call to call as an input: the state, λ, the data, the
-    step number. Python numbers that the objectives or the dynamics hold are baked in.
+    The state, λ, the data and the step number are inputs. `reached` says which variables the backward block returns a
+    gradient for.
     """
 
     forward: Kernel
     backward: Kernel
-    # Which variables the backward block returns a gradient for.
     reached: list[bool]
-
-
-# Compiled code belongs to a problem and dies with it.
-_COMPILED: WeakKeyDictionary[Problem, dict[Any, tuple[Any, Blocks]]] = WeakKeyDictionary()
 
 
 def run_blocks(process: Process, length: int, start: State, times: range) -> list[State]:
@@ -76,27 +66,9 @@ def _inputs(process: Process, leaves: list[Tensor], times: range) -> list[Tensor
 
 
 def _blocks(process: Process, length: int, state: State, times: range) -> Blocks:
-    cache = _COMPILED.setdefault(process.problem, {})
     inputs = _inputs(process, trees.leaves(state), times[:length])
-    key = (
-        length,
-        _identity(process.source),
-        str(trees.flatten(state)[1]),
-        tuple((x.shape, x.dtype, x.device) for x in inputs),
-    )
-    if key not in cache:
-        # The source is kept beside its code, so that its identity cannot be taken over by another object.
-        cache[key] = (process.source, _compile(process, length, state, times[:length], inputs))
-    return cache[key][1]
-
-
-def _identity(source: Any) -> Any:
-    """Two dynamics may share compiled code only if every number that was baked in is the same."""
-    if isinstance(source, Dynamics):
-        values = [getattr(source, f.name) for f in fields(source)]
-        if all(isinstance(value, (int, float, tuple)) for value in values):
-            return type(source), tuple(values)
-    return id(source)
+    key = ("blocks", length, str(trees.flatten(state)[1]))
+    return build_once(process, key, inputs, lambda: _compile(process, length, state, times[:length], inputs))
 
 
 def _compile(process: Process, length: int, state: State, times: range, inputs: list[Tensor]) -> Blocks:
@@ -105,72 +77,46 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
     size, count = spec.num_leaves, len(process.variables)
     reached = [False] * count
 
-    def steps(first: Tensor, state: State, bounds: list[Bound]) -> State:
-        for i, bound in enumerate(bounds):
-            state = bound.step(state, first + i)  # type: ignore[arg-type]
-        return state
-
-    def unpack(flat: tuple[Tensor, ...], variables: list[Tensor]) -> list[Bound]:
-        data = list(flat[1 + size + count :])
-        if not callable(process.bound.task.train):
-            return [process.bind(variables, data)] * length
-        bound = process.bind(variables)
-        batches = [process.bound.task.batch(t) for t in times]
-        position = 0
-        bounds = []
-        for batch in batches:
-            leaves, batch_spec = trees.flatten(batch)
-            bounds.append(
-                Bound(
-                    process,
-                    bound.lam,
-                    Task(batch_spec.unflatten(data[position : position + len(leaves)]), bound.task.val),
-                )
-            )
-            position += len(leaves)
-        return bounds
+    def run(flat: tuple[Tensor, ...], leaves: list[Tensor], variables: list[Tensor]) -> list[Tensor]:
+        state = spec.unflatten(leaves)
+        for i, bound in enumerate(_bounds(process, variables, list(flat[1 + size + count :]), times)):
+            state = bound.step(state, flat[0] + i)  # type: ignore[arg-type]
+        return trees.leaves(state)
 
     def forward(*flat: Tensor) -> list[Tensor]:
         with torch.no_grad():
-            return trees.leaves(
-                steps(
-                    flat[0], spec.unflatten(flat[1 : 1 + size]), unpack(flat, list(flat[1 + size : 1 + size + count]))
-                )
-            )
+            return run(flat, list(flat[1 : 1 + size]), list(flat[1 + size : 1 + size + count]))
 
     def backward(*flat: Tensor) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in flat[1 : 1 + size]]
-        variables = [x.detach().requires_grad_() for x in flat[1 + size : 1 + size + count]]
-        alpha = flat[-size:]
+        live = [x.detach().requires_grad_() for x in flat[1 : 1 + size + count]]
         with torch.enable_grad():
-            outputs = trees.leaves(steps(flat[0], spec.unflatten(leaves), unpack(flat[:-size], variables)))
-        recorded = [(out, a) for out, a in zip(outputs, alpha, strict=True) if out.requires_grad]
+            outputs = run(flat[:-size], live[:size], live[size:])
+        recorded = [(out, a) for out, a in zip(outputs, flat[-size:], strict=True) if out.requires_grad]
         heads, cotangents = zip(*recorded, strict=True)
-        parts = torch.autograd.grad(heads, leaves + variables, cotangents, allow_unused=True)
+        parts = torch.autograd.grad(heads, live, cotangents, allow_unused=True)
         reached[:] = [part is not None for part in parts[size:]]
-        first = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, parts, strict=False)]
-        return first + [part for part in parts[size:] if part is not None]
+        alpha = [torch.zeros_like(x) if g is None else g for x, g in zip(live[:size], parts[:size], strict=True)]
+        return alpha + [part for part in parts[size:] if part is not None]
 
-    # Tracing tells inputs apart by identity, so every one of them must be a tensor of its own.
-    inputs = [x.clone() for x in inputs]
-    cases = (forward, inputs), (backward, [*inputs, *(x.clone() for x in inputs[1 : 1 + size])])
-    kernels = []
-    try:
-        for function, arguments in cases:
-            kernels.append(torch.compile(make_fx(function)(*arguments), dynamic=False))
-            with torch.no_grad():
-                kernels[-1](*arguments)
-    except BilevelError:
-        raise
-    except Exception as error:
-        raise BilevelError(
-            f"The steps could not be compiled: {type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else ''}. In a compiled block t is a tensor, so schedules "
-            "must be arithmetic "
-            "in t (no `if t < 10`, no indexing with t), and a C++ compiler must be installed. Use Reverse() without "
-            "`compiled`."
-        ) from error
-    return Blocks(kernels[0], kernels[1], reached)
+    instead = "Reverse() without `compiled`"
+    return Blocks(
+        compile_function(forward, inputs, instead),
+        compile_function(backward, [*inputs, *inputs[1 : 1 + size]], instead),
+        reached,
+    )
+
+
+def _bounds(process: Process, variables: list[Tensor], data: list[Tensor], times: range) -> list[Bound]:
+    """The process at each step of a block, with its tensors taken from the block's inputs."""
+    if not callable(process.bound.task.train):
+        return [process.bind(variables, data)] * len(times)
+    bound = process.bind(variables)
+    bounds = []
+    for t in times:
+        batch_spec = trees.flatten(process.bound.task.batch(t))[1]
+        batch, data = data[: batch_spec.num_leaves], data[batch_spec.num_leaves :]
+        bounds.append(Bound(process, bound.lam, Task(batch_spec.unflatten(batch), bound.task.val)))
+    return bounds
 
 
 def _check(process: Process, state: State) -> None:

@@ -112,19 +112,8 @@ class Process:
     def outer_gradients(
         self, state: State, times: range = range(0)
     ) -> tuple[Tensor, list[Tensor | None], Gradients, State]:
-        """Run the steps `times` from a state and evaluate E; return E, its gradients in the leaves of the state (None
-        where there is none) and in the variables, and the last state."""
-        leaves, last = live_copy(state)
-        with torch.enable_grad():
-            for t in times:
-                last = self.bound.step(last, t)
-            value = self.bound.outer(last)
-        inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
-        # The graph from λ to the dynamics' settings is shared with other steps.
-        parts = torch.autograd.grad(value, inputs + self.variables, allow_unused=True, retain_graph=True)
-        alpha = iter(parts[: len(inputs)])
-        before = [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves]
-        return value.detach(), before, list(parts[len(inputs) :]), trees.detach(last)
+        """`outer_gradients` of this process at its own variables."""
+        return outer_gradients(self.bound, self.variables, state, times)
 
     def pull_back(self, gradients: Gradients) -> Gradients:
         """The gradient in the leaves of λ from that in all variables: one reverse pass through `encode`."""
@@ -207,6 +196,27 @@ def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None or part is None:
         return part if total is None else total
     return total + part
+
+
+def outer_gradients(
+    bound: Bound, variables: list[Tensor], state: State, times: range = range(0)
+) -> tuple[Tensor, list[Tensor | None], Gradients, State]:
+    """Run the steps `times` from a state and evaluate E.
+
+    Returns E, its gradients in the leaves of the state (None where there is none) and in the variables, and the last
+    state.
+    """
+    leaves, last = live_copy(state)
+    with torch.enable_grad():
+        for t in times:
+            last = bound.step(last, t)
+        value = bound.outer(last)
+    inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
+    # The graph from λ to the dynamics' settings is shared with other steps.
+    parts = torch.autograd.grad(value, inputs + variables, allow_unused=True, retain_graph=True)
+    alpha = iter(parts[: len(inputs)])
+    before = [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves]
+    return value.detach(), before, list(parts[len(inputs) :]), trees.detach(last)
 
 
 def steps_vjp(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import random_directions
 from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Gradients, Process, accumulate
+from bilevel.methods.kernels import Kernel, build_once, compile_function
+from bilevel.methods.process import Bound, Gradients, Process, accumulate, outer_gradients
 from bilevel.methods.spectral_functions import iterate
 
 
@@ -33,9 +34,12 @@ class Spectral(Method):
 
     Args:
         largest: refuse a matrix A with more rows than this.
+        compiled: compile the whole computation with `torch.compile`. The first call takes up to a minute, later ones a
+            fraction of the eager time where w is small.
     """
 
     largest: int = 4096
+    compiled: bool = False
 
     def check(self, process: Process) -> None:
         bound = process.bound
@@ -49,55 +53,89 @@ class Spectral(Method):
                 "Spectral needs one quadratic for all steps, but task.train is a function of t. Pass the whole "
                 "training set as a batch, or use Reverse()."
             )
-        _constant_settings(process)
+        _check_settings(process)
         axis = _find_layout(process)
         with torch.no_grad():
             rows = Layout(trees.leaves(bound.start()[0]), axis).rows
         if rows > self.largest:
             raise BilevelError(
                 f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use "
-                "Implicit(CG()) or Reverse(), or raise the "
-                "limit with Spectral(largest=…)."
+                "Implicit(CG()) or Reverse(), or raise the limit with Spectral(largest=…)."
             )
         process.findings["spectral axis"] = axis
 
     def __call__(self, process: Process) -> Hypergradient:
-        bound, variables = process.bound, process.variables
-        with torch.enable_grad():
-            start = trees.leaves(bound.start()[0])
-            quadratic = Quadratic.of(process, process.findings["spectral axis"])
-            w0 = quadratic.layout.pack(start)
-        settings = [
-            torch.as_tensor(x, dtype=w0.dtype, device=w0.device).reshape(()) for x in _constant_settings(process)
-        ]
-        lr, momentum = (setting.detach() for setting in settings)
-        result = iterate(quadratic.matrix.detach(), quadratic.target.detach(), w0.detach(), lr, momentum, process.steps)
-        w = quadratic.spec.unflatten(quadratic.layout.unpack(result.w))
-        # The velocity is not kept: nothing can continue from this state, and `check` says so.
-        state = (w, bound.dynamics.init(w))
-        value, alpha, direct, _ = process.outer_gradients(state)
-
-        points = trees.leaves(w)
-        cotangent = quadratic.layout.pack(
-            [torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)]
-        )
-        learned = any(setting.requires_grad for setting in settings)
-        pulled = result.pull_back(cotangent, learned)
-        heads = [quadratic.matrix, quadratic.target, w0, *(settings if learned else ())]
-        recorded = [(h, g) for h, g in zip(heads, pulled, strict=True) if h.requires_grad]
-        gradients: Gradients = direct
-        if recorded:
-            outputs, cotangents = zip(*recorded, strict=True)
-            parts = torch.autograd.grad(outputs, variables, cotangents, allow_unused=True, retain_graph=True)
-            gradients = [accumulate(d, p) for d, p in zip(direct, parts, strict=True)]
+        axis = process.findings["spectral axis"]
+        if self.compiled:
+            value, leaves, gradients = _compiled(process, axis)
+        else:
+            value, leaves, gradients = _gradients(process.bound, process.variables, process.steps, axis)
+        with torch.no_grad():
+            w = trees.flatten(process.bound.start()[0])[1].unflatten(leaves)
+            # The velocity is not kept: nothing can continue from this state, and `check` says so.
+            state = (w, process.bound.dynamics.init(w))
+        layout = Layout(leaves, axis)
         return self.result(
             process,
             value,
             state,
             gradients,
-            peak_memory=4 * trees.nbytes([quadratic.matrix]),
-            products=quadratic.products,
+            peak_memory=4 * layout.rows**2 * leaves[0].element_size(),
+            products=math.ceil(layout.rows / layout.width),
         )
+
+
+def _gradients(
+    bound: Bound, variables: list[Tensor], steps: int, axis: int | None
+) -> tuple[Tensor, list[Tensor], Gradients]:
+    """f_T, the leaves of w_T, and the gradient of f_T in the variables."""
+    with torch.enable_grad():
+        quadratic = Quadratic.of(bound, axis)
+        layout = quadratic.layout
+        w0 = layout.pack(layout.leaves)
+    form = cast(tuple[Any, Any], bound.dynamics.heavy_ball_form(1))
+    settings = [torch.as_tensor(x, dtype=w0.dtype, device=w0.device).reshape(()) for x in form]
+    lr, momentum = (setting.detach() for setting in settings)
+    plain = isinstance(form[1], (int, float)) and form[1] == 0
+    with torch.no_grad():
+        result = iterate(quadratic.matrix, quadratic.target, w0, lr, momentum, steps, plain)
+        points = layout.unpack(result.w)
+    value, alpha, direct, _ = outer_gradients(bound, variables, (quadratic.spec.unflatten(points), ()))
+
+    learned = any(setting.requires_grad for setting in settings)
+    cotangent = layout.pack([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=True)])
+    pulled = result.pull_back(cotangent, learned)
+    heads = [quadratic.matrix, quadratic.target, w0, *(settings if learned else ())]
+    recorded = [(h, g) for h, g in zip(heads, pulled, strict=True) if h.requires_grad]
+    if not recorded:
+        return value, points, direct
+    outputs, cotangents = zip(*recorded, strict=True)
+    parts = torch.autograd.grad(outputs, variables, cotangents, allow_unused=True, retain_graph=True)
+    return value, points, [accumulate(d, p) for d, p in zip(direct, parts, strict=True)]
+
+
+def _compiled(process: Process, axis: int | None) -> tuple[Tensor, list[Tensor], Gradients]:
+    """The same in one compiled function of the variables and the data."""
+    count = len(process.variables)
+    inputs = [*(variable.detach() for variable in process.variables), *process.data()]
+
+    def build() -> tuple[Kernel, list[bool]]:
+        reached = [False] * count
+
+        def function(*flat: Tensor) -> list[Tensor]:
+            variables = [x.detach().requires_grad_() for x in flat[:count]]
+            bound = process.bind(variables, list(flat[count:]))
+            value, leaves, gradients = _gradients(bound, variables, process.steps, axis)
+            reached[:] = [g is not None for g in gradients]
+            return [value, *leaves, *(g for g in gradients if g is not None)]
+
+        return compile_function(function, inputs, "Spectral() without `compiled`"), reached
+
+    kernel, reached = build_once(process, ("spectral", process.steps, axis), inputs, build)
+    with torch.no_grad():
+        value, *rest = kernel(*inputs)
+    gradients = iter(rest[len(rest) - sum(reached) :])
+    return value, rest[: len(rest) - sum(reached)], [next(gradients) if r else None for r in reached]
 
 
 @dataclass(frozen=True)
@@ -112,9 +150,8 @@ class Quadratic:
     products: int
 
     @staticmethod
-    def of(process: Process, axis: int | None) -> Quadratic:
-        """A and b as differentiable functions of the process's variables."""
-        bound = process.bound
+    def of(bound: Bound, axis: int | None) -> Quadratic:
+        """A and b as differentiable functions of the variables."""
         leaves, spec = trees.flatten(bound.start()[0])
         layout = Layout(leaves, axis)
         zero = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
@@ -200,7 +237,7 @@ def _find_layout(process: Process) -> int | None:
         sizes = {leaf.shape[axis] for leaf in leaves if leaf.ndim}
         if all(leaf.ndim for leaf in leaves) and any(leaf.ndim > 1 for leaf in leaves) and len(sizes) == 1:
             with torch.enable_grad():
-                quadratic = Quadratic.of(process, axis)
+                quadratic = Quadratic.of(bound, axis)
             layout = quadratic.layout
             expected = quadratic.matrix.detach() @ layout.pack(probe)
             if torch.allclose(expected, layout.pack(product), rtol=1e-9, atol=1e-9 * float(expected.abs().max())):
@@ -228,8 +265,8 @@ def _refuse_unless_affine(
         )
 
 
-def _constant_settings(process: Process) -> tuple[Any, Any]:
-    """The step size and momentum, which must be single numbers that do not change with t."""
+def _check_settings(process: Process) -> None:
+    """The step size and momentum must be single numbers that do not change with t."""
     dynamics = process.bound.dynamics
     form = dynamics.heavy_ball_form(1)
     if form is None:
@@ -250,4 +287,3 @@ def _constant_settings(process: Process) -> tuple[Any, Any]:
                 f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() "
                 "for a value per weight."
             )
-    return form

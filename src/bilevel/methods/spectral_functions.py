@@ -113,7 +113,9 @@ class SpectralIterate:
         return list(torch.autograd.grad(moved, (lr, momentum)))
 
 
-def iterate(matrix: Tensor, target: Tensor, start: Tensor, lr: Tensor, momentum: Tensor, steps: int) -> SpectralIterate:
+def iterate(
+    matrix: Tensor, target: Tensor, start: Tensor, lr: Tensor, momentum: Tensor, steps: int, plain: bool
+) -> SpectralIterate:
     """w_T of the dynamics on ½⟨w, A w⟩ − ⟨b, w⟩ from w_0, for every column of b and w_0."""
     nodes, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
     ones, zeros = torch.ones_like(nodes), torch.zeros_like(matrix)
@@ -121,7 +123,7 @@ def iterate(matrix: Tensor, target: Tensor, start: Tensor, lr: Tensor, momentum:
     if steps == 0:
         p, q = Divided(ones, zeros), Divided(torch.zeros_like(nodes), zeros)
     else:
-        affine, shift = repeat(one_step(s, lr, momentum, unit, plain=not bool(momentum)), steps)
+        affine, shift = repeat(one_step(s, lr, momentum, unit, plain), steps)
         p, q = affine[0][0], shift[0]
     start, target = vectors.T @ start, vectors.T @ target
     w = vectors @ (p.values[:, None] * start + q.values[:, None] * target)
