@@ -22,8 +22,10 @@ from problems.in_bilevel import problem_of
 
 METHODS: dict[str, bl.Method] = {
     "Unrolled": bl.Unrolled(),
-    "Reverse": bl.Reverse(),
-    "Reverse('sqrt')": bl.Reverse("sqrt"),
+    # Every iterate is kept and every step replayed by itself: small steps are not recorded together here, because it is
+    # the memory of the iterates that is asked about.
+    "Reverse": bl.Reverse(group_bytes=0),
+    "Reverse('sqrt')": bl.Reverse("sqrt", group_bytes=0),
     "Forward": bl.Forward(),
     "Reversible": bl.Reversible(),
 }
