@@ -49,5 +49,6 @@ from .problem import Task as Task
 from .tasks.cross_validation import CrossValidation as CrossValidation
 from .tasks.holdout import holdout as holdout
 from .tasks.minibatches import Minibatches as Minibatches
+from . import testing as testing
 
 __version__: str

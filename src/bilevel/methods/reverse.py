@@ -73,7 +73,7 @@ class Reverse(Method):
             with torch.no_grad():
                 for index in segment[:-1]:
                     starts.append(advance(process, starts[-1], groups[index : index + 1]))
-            memory = max(memory, trees.nbytes(checkpoints) + trees.nbytes(starts))
+            memory = max(memory, trees.nbytes(checkpoints) + trees.nbytes(starts) + group_bytes(process, groups))
             for index in reversed(segment):
                 if sweep is None:
                     sweep = Sweep(process, starts.pop(), groups[index])
@@ -157,6 +157,11 @@ def advance(process: Process, state: State, groups: list[range]) -> State:
 def group_size(process: Process, group_bytes: int) -> int:
     """How many steps are recorded at a time."""
     return max(1, group_bytes // (NODE_BYTES + process.findings["graph bytes"])) if process.steps else 1
+
+
+def group_bytes(process: Process, groups: list[range]) -> int:
+    """The recorded graph of a group, beyond the one step that every method records."""
+    return max((len(group) - 1 for group in groups), default=0) * process.findings.get("graph bytes", 0)
 
 
 def split_from_the_end(items: range, size: int) -> list[range]:

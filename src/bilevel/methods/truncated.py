@@ -12,7 +12,7 @@ from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.methods.base import EVERYTHING, Hypergradient, Method, Part
 from bilevel.methods.process import Process
-from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_size, split_from_the_end
+from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_bytes, group_size, split_from_the_end
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Truncated(Method):
             starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
             for group in groups[:-1]:
                 starts.append(advance(process, starts[-1], [group]))
-        memory = trees.nbytes(starts)
+        memory = trees.nbytes(starts) + group_bytes(process, groups)
         sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
         while groups:
             sweep.through(starts.pop(), groups.pop())
