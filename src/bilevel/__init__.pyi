@@ -1,3 +1,4 @@
+from . import testing as testing
 from .certificate import Certificate as Certificate
 from .certificate import certify as certify
 from .constraints.ball import Ball as Ball
@@ -49,6 +50,5 @@ from .problem import Task as Task
 from .tasks.cross_validation import CrossValidation as CrossValidation
 from .tasks.holdout import holdout as holdout
 from .tasks.minibatches import Minibatches as Minibatches
-from . import testing as testing
 
 __version__: str
