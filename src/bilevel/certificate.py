@@ -148,9 +148,8 @@ def certify(
     result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
     if result.step_ok is False:
         warnings.warn(
-            f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges "
-            f"when the curvature reaches ν = {result.nu:.4g}; "
-            "the iterates will not settle there. Use a smaller step.",
+            f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges when "
+            f"the curvature reaches ν = {result.nu:.4g}; the iterates will not settle there. Use a smaller step.",
             BilevelWarning,
             stacklevel=2,
         )
@@ -191,8 +190,8 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     if not smallest > 1e2 * torch.finfo(slope.dtype).eps * max(nu, 0.0):
         sentence = (
             f"No bound: the smallest curvature of the inner objective is μ = {smallest:.3g}, not positive, so it is "
-            "not strongly convex at w_T and Theorem 3.2 does not "
-            "apply. Add an L2 term to the inner objective, or pass mu=… if you know better."
+            "not strongly convex at w_T and Theorem 3.2 does not apply. Add an L2 term to the inner objective, or pass "
+            "mu=… if you know better."
         )
         return Certificate(
             **certificate, inner_distance=math.inf, value_gap=math.inf, outcome=Outcome("failed", sentence)

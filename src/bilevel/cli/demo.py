@@ -22,8 +22,8 @@ def command(
     Learns 30 regularisation coefficients by hypergradients, prints the errors beside the paper's and saves a picture.
     """
     typer.echo(
-        "Ridge regression with a regularisation coefficient per feature: 30 features, 5 of them informative, 30 "
-        "points to train on."
+        "Ridge regression with a regularisation coefficient per feature: 30 features, 5 of them informative, 30 points "
+        "to train on."
     )
     typer.echo("The coefficients are learned on 30 validation points by differentiating T steps of gradient descent.\n")
     result, record = reproduce("ridge", DEMO, out=out, folder="demo")

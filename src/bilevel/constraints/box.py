@@ -61,7 +61,7 @@ def _bounds(bound: Any, lam: Tree) -> list[Any]:
     values, spec = trees.flatten(bound)
     if spec != trees.flatten(lam)[1]:
         raise BilevelError(
-            f"Box was given bounds shaped {trees.describe(bound)} for a λ of {trees.describe(lam)}. Pass a number or "
-            "a tree like λ."
+            f"Box was given bounds shaped {trees.describe(bound)} for a λ of {trees.describe(lam)}. Pass a number or a "
+            "tree like λ."
         )
     return values

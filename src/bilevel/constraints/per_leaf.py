@@ -49,6 +49,6 @@ def _project(part: Any, lam: Tree, path: str) -> Tree:
     if isinstance(part, (list, tuple)) and isinstance(lam, (list, tuple)) and len(part) == len(lam):
         return type(lam)(_project(p, x, f"{path}[{i}]") for i, (p, x) in enumerate(zip(part, lam, strict=True)))
     raise BilevelError(
-        f"The constraint for λ{path} is {type(part).__name__}, which does not fit a {type(lam).__name__} there. Pass "
-        "a Constraint or None."
+        f"The constraint for λ{path} is {type(part).__name__}, which does not fit a {type(lam).__name__} there. Pass a "
+        "Constraint or None."
     )

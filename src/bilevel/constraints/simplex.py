@@ -27,8 +27,8 @@ class Simplex(Constraint):
     def __post_init__(self) -> None:
         if not self.total > 0:
             raise BilevelError(
-                f"Simplex(total={self.total}) is an empty set or a single point: weights ≥ 0 cannot add up to it. "
-                "Pass total > 0."
+                f"Simplex(total={self.total}) is an empty set or a single point: weights ≥ 0 cannot add up to it. Pass "
+                "total > 0."
             )
 
     def project(self, lam: Tree) -> Tree:

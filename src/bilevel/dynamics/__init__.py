@@ -32,8 +32,7 @@ def as_function_of_lam(dynamics: DynamicsLike) -> Callable[[Tree], Dynamics]:
         return lambda lam: _built(dynamics, lam)
     raise BilevelError(
         f"dynamics={dynamics!r} is not a dynamics. Pass an instance such as GradientDescent(lr=0.1), a function of λ "
-        "that returns "
-        "one, or a function step(loss, w, state, t) -> (w, state)."
+        "that returns one, or a function step(loss, w, state, t) -> (w, state)."
     )
 
 
@@ -42,9 +41,8 @@ def _built(build: Callable[[Tree], Any], lam: Tree) -> Dynamics:
     if not isinstance(dynamics, Dynamics):
         raise BilevelError(
             f"The function of λ passed as dynamics returned {type(dynamics).__name__}. It must return a dynamics, as "
-            "in "
-            "lambda lam: GradientDescent(lr=lam['lr'].exp()); a step function must take the four parameters (loss, w, "
-            "state, t)."
+            "in lambda lam: GradientDescent(lr=lam['lr'].exp()); a step function must take the four parameters (loss, "
+            "w, state, t)."
         )
     return dynamics
 

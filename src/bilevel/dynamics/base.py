@@ -61,8 +61,8 @@ class Dynamics(ABC):
             return [cls()]
         except TypeError:
             raise BilevelError(
-                f"{cls.__name__} has settings without defaults, so the battery cannot build one. Give it a "
-                "classmethod `examples` that returns a few instances."
+                f"{cls.__name__} has settings without defaults, so the battery cannot build one. Give it a classmethod "
+                "`examples` that returns a few instances."
             ) from None
 
 
@@ -102,8 +102,7 @@ def per_leaf(setting: Any, w: Tree) -> list[Any]:
     if spec != trees.flatten(w)[1]:
         raise BilevelError(
             f"A setting of the dynamics is a tree of {trees.describe(setting)}, but w is a tree of "
-            f"{trees.describe(w)}. "
-            "Pass one number, one tensor that broadcasts, or a tree with exactly w's structure."
+            f"{trees.describe(w)}. Pass one number, one tensor that broadcasts, or a tree with exactly w's structure."
         )
     return values
 

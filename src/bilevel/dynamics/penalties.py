@@ -65,8 +65,8 @@ class GroupL2(Penalty):
     def _norms(self, w: Tree) -> tuple[Tensor, Tensor, Tensor]:
         if not isinstance(w, Tensor) or w.ndim == 0 or len(w) != len(self.groups):
             raise BilevelError(
-                f"GroupL2 names a group for each of {len(self.groups)} rows, but w is {trees.describe(w)}. "
-                "It takes a single tensor whose first axis has one entry per group number."
+                f"GroupL2 names a group for each of {len(self.groups)} rows, but w is {trees.describe(w)}. It takes a "
+                "single tensor whose first axis has one entry per group number."
             )
         index = torch.tensor(self.groups, device=w.device)
         squares = w.reshape(len(w), -1).square().sum(1)

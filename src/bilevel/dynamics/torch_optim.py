@@ -37,9 +37,8 @@ class TorchOptim(Dynamics):
         object.__setattr__(self, "settings", settings)
         if "differentiable" not in inspect.signature(optimizer).parameters:
             raise BilevelError(
-                f"torch.optim.{optimizer.__name__} has no `differentiable` switch, so one cannot differentiate "
-                "through its step. "
-                "Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
+                f"torch.optim.{optimizer.__name__} has no `differentiable` switch, so one cannot differentiate through "
+                "its step. Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
             )
 
     def init(self, w: Tree) -> Tree:
@@ -64,8 +63,8 @@ class TorchOptim(Dynamics):
                 optimizer.step()
         except (TypeError, ValueError) as error:
             raise BilevelError(
-                f"torch.optim.{self.optimizer.__name__} refused the settings {dict(self.settings)}: {error}. "
-                "If a setting is learned, use SGD, Adam, AdamW, NAdam or RAdam, or one of bilevel's own dynamics."
+                f"torch.optim.{self.optimizer.__name__} refused the settings {dict(self.settings)}: {error}. If a "
+                "setting is learned, use SGD, Adam, AdamW, NAdam or RAdam, or one of bilevel's own dynamics."
             ) from error
         tensors = _detached_unless_recording
         new_state = [{k: tensors(v) for k, v in optimizer.state[parameter].items()} for parameter in parameters]

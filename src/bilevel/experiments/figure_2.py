@@ -179,8 +179,7 @@ def _choices(s: Settings) -> dict[str, str]:
     return {
         "problem": (
             f"w²·a + w·b with w = {s.truth:g} plus normal noise of {s.noise:g}; {s.points} training points with b = 0 "
-            "and as many validation points "
-            "with normal b"
+            "and as many validation points with normal b"
         ),
         "inner": f"mean squared error + λw², λ = {s.penalty:g}",
         "dynamics": f"gradient descent, η = {s.lr:g}, from w = {s.start:g}",

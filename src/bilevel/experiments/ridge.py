@@ -153,8 +153,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         "The paper's numbers come from one data set that is not published; 'difference' is our median minus the "
         "paper's number.",
         "Noise, η, Λ and the outer optimiser were picked by trying about twenty combinations on seeds 0 to 11 until "
-        "the paper's shape appeared; --seed 1000 "
-        "gives data sets that played no part in that.",
+        "the paper's shape appeared; --seed 1000 gives data sets that played no part in that.",
     )
     return Result(numbers, _choices(settings), table, ("ridge.png",), notes)
 
@@ -217,14 +216,12 @@ def _choices(s: Settings) -> dict[str, str]:
     return {
         "data": (
             f"standard normal features; coefficients of the {s.informative} informative ones uniform on [0, 100], as "
-            "in sklearn.datasets.make_regression; "
-            "no intercept; thirds in the order drawn"
+            "in sklearn.datasets.make_regression; no intercept; thirds in the order drawn"
         ),
         "noise": f"normal, {s.noise:g} times the standard deviation of the noiseless targets",
         "inner step size": (
             f"η = {s.step_scale:g}/ν with ν = 2‖X_tr‖² + 2 exp({s.high:g}), the largest curvature that any λ in Λ can "
-            "give; "
-            "below 2/ν, so gradient descent converges for every λ in Λ"
+            "give; below 2/ν, so gradient descent converges for every λ in Λ"
         ),
         "inner start": "w_0 = 0",
         "Λ": f"{s.low:g} ≤ λ_i ≤ {s.high:g}",
@@ -262,8 +259,8 @@ def _check(s: Settings) -> None:
     require(s.low < s.high, f"low={s.low} is not below high={s.high}, so Λ would be empty.")
     require(
         s.high <= 100,
-        f"high={s.high} makes exp(high) the largest curvature, and the step size η = {s.step_scale}/ν next to "
-        "nothing; pass at most 100.",
+        f"high={s.high} makes exp(high) the largest curvature, and the step size η = {s.step_scale}/ν next to nothing; "
+        "pass at most 100.",
     )
     require(
         s.iterations >= 1 and s.outer_lr > 0,

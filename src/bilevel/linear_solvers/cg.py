@@ -60,10 +60,9 @@ class CG(LinearSolver):
             if not curvature > 0:
                 raise BilevelError(
                     f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration "
-                    f"{iterations}: the matrix is not positive "
-                    "definite, so w_T is not near a strict minimiser of the inner objective. Run more inner steps, "
-                    "add an L2 term to "
-                    "the inner objective, or use Reverse(), which needs no minimiser."
+                    f"{iterations}: the matrix is not positive definite, so w_T is not near a strict minimiser of the "
+                    "inner objective. Run more inner steps, add an L2 term to the inner objective, or use Reverse(), "
+                    "which needs no minimiser."
                 )
             length = slope / curvature
             x = x + length * direction
@@ -90,6 +89,5 @@ def _refuse_unless_symmetric(operator: Operator, b: Tensor) -> None:
     if abs(float(left - right)) > tolerance:
         raise BilevelError(
             f"CG was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = "
-            f"{float(right):.6g}. "
-            "Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
+            f"{float(right):.6g}. Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
         )

@@ -29,8 +29,7 @@ class Direct(LinearSolver):
         if size > self.largest:
             raise BilevelError(
                 f"Direct() would build a {size} × {size} matrix, and its limit is {self.largest}. Use CG() or "
-                "Nystrom(), or raise "
-                "the limit with Direct(largest=…)."
+                "Nystrom(), or raise the limit with Direct(largest=…)."
             )
         operator = as_operator(matvec)
         matrix = operator.rows(torch.eye(size, dtype=b.dtype, device=b.device)).T
@@ -38,8 +37,8 @@ class Direct(LinearSolver):
             x = torch.linalg.solve(matrix, b)
         except RuntimeError as error:
             raise BilevelError(
-                "Direct() found a singular matrix: the inner problem has no unique minimiser at w_T. Add an L2 term "
-                "to the inner objective, or use Reverse()."
+                "Direct() found a singular matrix: the inner problem has no unique minimiser at w_T. Add an L2 term to "
+                "the inner objective, or use Reverse()."
             ) from error
         residual = relative(b - operator(x), b)
         return LinearSolution(x, residual, size + 1, residual < 1e3 * size * torch.finfo(b.dtype).eps)

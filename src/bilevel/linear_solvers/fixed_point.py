@@ -44,9 +44,8 @@ class FixedPoint(LinearSolver):
             if not residual.norm() <= 1e8 * start:
                 raise BilevelError(
                     f"FixedPoint diverged: after {iteration} iterations the residual is "
-                    f"{float(residual.norm() / start):.3g} times ‖b‖ with step "
-                    f"{omega:.3g}. The map does not contract at w_T: use CG() for a Hessian, or Direct() for a small "
-                    "problem."
+                    f"{float(residual.norm() / start):.3g} times ‖b‖ with step {omega:.3g}. The map does not contract "
+                    "at w_T: use CG() for a Hessian, or Direct() for a small problem."
                 )
             x = x + omega * residual
         residual = b - operator(x)

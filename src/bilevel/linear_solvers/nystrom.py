@@ -46,8 +46,7 @@ class Nystrom(LinearSolver):
         if failed:
             raise BilevelError(
                 "Nystrom() met negative curvature: the matrix is not positive semi-definite, so w_T is not near a "
-                "minimiser of the inner "
-                "objective. Run more inner steps, add an L2 term, or use Reverse()."
+                "minimiser of the inner objective. Run more inner steps, add an L2 term, or use Reverse()."
             )
         half = torch.linalg.solve_triangular(factor, image.T, upper=False).T
         vectors, singular, _ = torch.linalg.svd(half, full_matrices=False)
@@ -62,8 +61,7 @@ class Nystrom(LinearSolver):
         if not outside > 0:
             raise BilevelError(
                 "Nystrom() needs a positive damping here, because the sketch found directions without curvature. Pass "
-                "damping=…, the strength "
-                "of the L2 term for example."
+                "damping=…, the strength of the L2 term for example."
             )
 
         def apply(r: Tensor) -> Tensor:

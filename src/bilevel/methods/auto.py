@@ -59,8 +59,8 @@ def choose(process: Process, budget: int = BUDGET) -> tuple[Method, str]:
         )
     return (
         Reverse("sqrt"),
-        f"Reverse('sqrt'): the iterates alone would take {_amount(iterates)}; √T checkpoints and one more forward "
-        f"pass do ({sizes}).",
+        f"Reverse('sqrt'): the iterates alone would take {_amount(iterates)}; √T checkpoints and one more forward pass "
+        f"do ({sizes}).",
     )
 
 

@@ -115,10 +115,9 @@ class Method(ABC):
         unseen = [path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None]
         if unseen and not process.allow_unused:
             raise BilevelError(
-                f"{type(self).__name__} found no way from λ{unseen[0]} to the outer objective in these "
-                f"{process.steps} steps. Remove it from λ, "
-                "use a method that sees all steps such as Reverse(), or pass allow_unused=True to have its gradient "
-                "be zero."
+                f"{type(self).__name__} found no way from λ{unseen[0]} to the outer objective in these {process.steps} "
+                "steps. Remove it from λ, use a method that sees all steps such as Reverse(), or pass "
+                "allow_unused=True to have its gradient be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]
         grad = trees.flatten(process.lam)[1].unflatten(filled)

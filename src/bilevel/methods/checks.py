@@ -65,8 +65,8 @@ def check_lam(lam: Tree) -> None:
         if not bool(torch.isfinite(leaf).all()):
             bad = int((~torch.isfinite(leaf)).sum())
             raise DivergenceError(
-                f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite "
-                "values; nothing was computed."
+                f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite values; "
+                "nothing was computed."
             )
 
 
@@ -144,16 +144,14 @@ def _check_sampler(process: Process) -> None:
     check_task(Task(one, task.val))
     if not same(one, again):
         raise BilevelError(
-            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients "
-            "replay steps, so a sampler with hidden "
-            "state makes them wrong. Draw the batch from t, for example with torch.Generator().manual_seed(t), or use "
-            "bilevel.Minibatches(data, size)."
+            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay "
+            "steps, so a sampler with hidden state makes them wrong. Draw the batch from t, for example with "
+            "torch.Generator().manual_seed(t), or use bilevel.Minibatches(data, size)."
         )
     if reached(trees.leaves(one), process.variables[: process.outer_count]):
         raise BilevelError(
             "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient "
-            "would be lost. "
-            "Let train be a bilevel.Minibatches over the encoded data, or a batch."
+            "would be lost. Let train be a bilevel.Minibatches over the encoded data, or a batch."
         )
 
 
@@ -205,9 +203,9 @@ def _check_objectives(process: Process, state: Any) -> None:
             )
         if not value.requires_grad or not reached([value], points):
             raise BilevelError(
-                f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for "
-                ".detach(), .item(), torch.no_grad(), "
-                "comparisons or argmax in it; an accuracy cannot be an objective, a cross-entropy can."
+                f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for .detach(), "
+                ".item(), torch.no_grad(), comparisons or argmax in it; an accuracy cannot be an objective, a "
+                "cross-entropy can."
             )
         if not bool(torch.isfinite(value)):
             _refuse_non_finite_batch(name, batch)
@@ -224,8 +222,7 @@ def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
             rows = torch.nonzero(~torch.isfinite(leaf))
             raise DivergenceError(
                 f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index "
-                f"{rows[0].tolist()}. "
-                "Clean or impute them first; nothing was computed.",
+                f"{rows[0].tolist()}. Clean or impute them first; nothing was computed.",
                 step=0,
             )
 
@@ -263,9 +260,8 @@ def _check_step(process: Process, state: Any) -> None:
     for path, old, new in zip(trees.paths(state[0]), trees.leaves(state[0]), trees.leaves(after[0]), strict=True):
         if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
             raise BilevelError(
-                f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings "
-                "or λ have another shape, dtype "
-                "or device than w? A value per weight must have w's shape."
+                f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings or "
+                "λ have another shape, dtype or device than w? A value per weight must have w's shape."
             )
 
 
@@ -295,8 +291,8 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
             raise BilevelError(
                 f"λ{path} reaches neither the inner nor the outer "
                 f"objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
-                "gradient would be zero for ever. Remove it from λ, use it, "
-                "or pass allow_unused=True. (A .detach(), .item() or torch.no_grad() on the way cuts it off too.)"
+                "gradient would be zero for ever. Remove it from λ, use it, or pass allow_unused=True. (A .detach(), "
+                ".item() or torch.no_grad() on the way cuts it off too.)"
             )
 
 

@@ -30,15 +30,14 @@ def explain_divergence(process: Process) -> NoReturn:
         value = float(bound.outer(state))
     if not torch.isfinite(torch.tensor(value)):
         raise DivergenceError(
-            f"The outer objective is {value} at w_T although all {process.steps} inner steps stayed finite (last "
-            f"inner loss {loss}). "
-            "Check it for log(0), 0/0 or overflow.",
+            f"The outer objective is {value} at w_T although all {process.steps} inner steps stayed finite (last inner "
+            f"loss {loss}). Check it for log(0), 0/0 or overflow.",
             loss=loss,
         )
     raise DivergenceError(
         f"The hypergradient is NaN or Inf although w_T and f_T = {value:.6g} are finite (last inner loss {loss}). A "
-        "derivative in the inner or outer objective is "
-        "not finite: a square root or a norm at 0, or a power at 0, are the usual places.",
+        "derivative in the inner or outer objective is not finite: a square root or a norm at 0, or a power at 0, are "
+        "the usual places.",
         loss=loss,
     )
 

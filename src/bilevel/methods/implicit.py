@@ -80,9 +80,8 @@ class Implicit(Method):
         if not solution.converged:
             warnings.warn(
                 f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after "
-                f"{solution.products} products; the hypergradient "
-                "carries an error of that order. Raise max_iter, or precondition with "
-                "CG(preconditioner=Nystrom(rank)).",
+                f"{solution.products} products; the hypergradient carries an error of that order. Raise max_iter, or "
+                "precondition with CG(preconditioner=Nystrom(rank)).",
                 BilevelWarning,
                 stacklevel=2,
             )

@@ -51,8 +51,7 @@ class Reversible(Method):
             if not 0.05 <= float(form[1]) <= 1:
                 raise BilevelError(
                     f"Reversible needs a momentum in [0.05, 1], but {name} has {float(form[1]):.3g} at step {t}: "
-                    "without momentum a step erases "
-                    "what it would take to undo it. Use Reverse('sqrt')."
+                    "without momentum a step erases what it would take to undo it. Use Reverse('sqrt')."
                 )
 
     def __call__(self, process: Process) -> Hypergradient:
@@ -92,8 +91,8 @@ class ExactMomentum:
         if not bool((scaled.abs() < 2.0**62).all()):
             raise DivergenceError(
                 f"Reversible holds numbers below {2.0**62 * self.unit:.3g}, and the inner iterates left that range: "
-                "they diverge, or "
-                "fraction_bits is too large for them. Lower the step size, or pass fewer fraction_bits."
+                "they diverge, or fraction_bits is too large for them. Lower the step size, or pass fewer "
+                "fraction_bits."
             )
         return scaled.round().to(torch.int64)
 

@@ -45,8 +45,8 @@ class Spectral(Method):
         bound = process.bound
         if process.previous is not None:
             raise BilevelError(
-                "Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or "
-                "Forward() online."
+                "Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or Forward() "
+                "online."
             )
         if callable(bound.task.train):
             raise BilevelError(
@@ -260,8 +260,7 @@ def _refuse_unless_affine(
     if not error <= tolerance:
         raise BilevelError(
             "Spectral needs an inner objective that is quadratic in w, but the gradient of this one departs from "
-            f"linear by {error:.2g} (relative). "
-            "Use Reverse(), or Implicit() once the inner problem converges."
+            f"linear by {error:.2g} (relative). Use Reverse(), or Implicit() once the inner problem converges."
         )
 
 

@@ -88,8 +88,8 @@ def stack(problem: Problem, tasks: list[Task]) -> tuple[Problem, Task]:
         )
     if any(callable(task.train) for task in tasks):
         raise BilevelError(
-            "Tasks whose `train` is a function of t cannot be stacked; pass the list of tasks instead, which gives "
-            "the same numbers."
+            "Tasks whose `train` is a function of t cannot be stacked; pass the list of tasks instead, which gives the "
+            "same numbers."
         )
     count = len(tasks)
     even = len({str(trees.describe(task)) for task in tasks}) == 1

@@ -39,8 +39,8 @@ class ProblemReport:
     def __str__(self) -> str:
         return (
             f"The problem is sound: f_T(λ) = {self.value:.6g}; hypergradients agree with central differences to "
-            f"{self.differences:.1e} "
-            f"in {self.directions} directions, and replayed steps with recorded ones to {self.methods:.1e}."
+            f"{self.differences:.1e} in {self.directions} directions, and replayed steps with recorded ones to "
+            f"{self.methods:.1e}."
         )
 
 
@@ -77,8 +77,8 @@ def check_problem(
     if values[0] != values[1]:
         raise BilevelError(
             f"f_T(λ) was {values[0]!r} and then {values[1]!r} for the same λ: something in inner, outer, init or "
-            "task.train is not pure. Look for dropout, "
-            "random augmentation or a sampler with hidden state, and make each a function of t."
+            "task.train is not pure. Look for dropout, random augmentation or a sampler with hidden state, and make "
+            "each a function of t."
         )
     disagreement = relative_error(replayed.grad, recorded.grad)
     if disagreement > tolerance:
@@ -97,9 +97,8 @@ def check_problem(
         if worst > tolerance:
             raise BilevelError(
                 f"Along random direction {index} of λ the hypergradient gives the slope {found:.8g}, but central "
-                f"differences give {expected:.8g}. An objective uses an "
-                "operation whose derivative is not its slope: .detach(), rounding, argmax, a custom "
-                "autograd.Function, or an in-place change of data."
+                f"differences give {expected:.8g}. An objective uses an operation whose derivative is not its slope: "
+                ".detach(), rounding, argmax, a custom autograd.Function, or an in-place change of data."
             )
     if scale == 1e-12:
         warnings.warn(
