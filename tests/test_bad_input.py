@@ -344,3 +344,29 @@ def test_nothing_of_the_users_is_changed():
     bl.solve(ridge(), lam, task, dynamics=bl.GradientDescent(0.1), steps=3, iterations=3)
     assert lam.grad is None and torch.equal(lam, torch.zeros(3))
     assert all(torch.equal(a, b) for a, b in zip((*task.train, *task.val), copies, strict=True))
+
+
+class TestASecondCall:
+    """The checks are remembered for a problem; what another task brings is still noticed."""
+
+    def test_nan_in_another_task(self):
+        problem = ridge()
+        ask(problem)
+        x, y = data()
+        y[3] = float("inf")
+        with refused("inner", "1 entries NaN", r"\[3\]", error=bl.DivergenceError):
+            ask(problem, task=bl.Task((x, y), data(4)))
+
+    def test_another_dtype(self):
+        problem = ridge()
+        ask(problem)
+        with refused("inner", "float32"):
+            ask(problem, task=bl.Task(data(dtype=torch.float32), data(4)))
+
+    def test_a_stateful_sampler_after_a_pure_one(self):
+        problem = ridge()
+        x, y = data(12)
+        ask(problem, task=bl.Task(lambda t: (x[t : t + 4], y[t : t + 4]), data(4)))
+        calls = iter(range(1000))
+        with refused("not a pure function of t"):
+            ask(problem, task=bl.Task(lambda t: (x[(i := next(calls) % 8) : i + 4], y[i : i + 4]), data(4)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
+from bilevel.methods.diagnosis import refuse_non_finite_data
 from bilevel.methods.process import Process, reached
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
@@ -102,11 +105,12 @@ def check_process(process: Process, method: Method) -> None:
         process.previous is None,
         _kind(process.source),
         _kind(process.variables),
+        _kind(process.data()),
     )
+    _check_sampler(process)
     if key in memory:
         process.findings = memory[key]
         return
-    _check_sampler(process)
     state = _check_start(process)
     _check_objectives(process, state)
     _check_step(process, state)
@@ -121,7 +125,7 @@ def _kind(value: Any) -> Any:
     """What two dynamics or trees must share for one check to serve both: shapes and code, not the numbers in
     tensors."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.device
     if is_dataclass(value):
         return type(value), tuple(_kind(getattr(value, f.name)) for f in fields(value))
     if isinstance(value, (list, tuple)):
@@ -132,8 +136,11 @@ def _kind(value: Any) -> Any:
 
 
 def _check_sampler(process: Process) -> None:
-    task = process.bound.task
+    task, sampler, memory = process.bound.task, process.task.train, process.problem.checked
     if not callable(task.train) or not process.steps:
+        return
+    known = memory.get(("sampler", id(sampler)))
+    if known is not None and known["itself"]() is sampler:
         return
     first, second = process.times[0], process.times[-1]
     one, _, again = (
@@ -153,6 +160,9 @@ def _check_sampler(process: Process) -> None:
             "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient "
             "would be lost. Let train be a bilevel.Minibatches over the encoded data, or a batch."
         )
+    with contextlib.suppress(TypeError):
+        # Weakly, because a sampler may hold a whole data set; what cannot be referred to weakly is checked every time.
+        memory["sampler", id(sampler)] = {"itself": weakref.ref(sampler)}
 
 
 def _check_start(process: Process) -> Any:
@@ -208,21 +218,10 @@ def _check_objectives(process: Process, state: Any) -> None:
                 "cross-entropy can."
             )
         if not bool(torch.isfinite(value)):
-            _refuse_non_finite_batch(name, batch)
+            refuse_non_finite_data(name, batch)
             raise DivergenceError(
                 f"{name} is {value.item()} at the start w_0, although λ, w_0 and the data are finite. Check it for "
                 "log(0), 0/0 or overflow.",
-                step=0,
-            )
-
-
-def _refuse_non_finite_batch(name: str, batch: Tree) -> None:
-    for path, leaf in zip(trees.paths(batch), trees.leaves(batch), strict=True):
-        if trees.is_variable(leaf) and not bool(torch.isfinite(leaf).all()):
-            rows = torch.nonzero(~torch.isfinite(leaf))
-            raise DivergenceError(
-                f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index "
-                f"{rows[0].tolist()}. Clean or impute them first; nothing was computed.",
                 step=0,
             )
 

@@ -11,11 +11,15 @@ from bilevel.errors import DivergenceError
 from bilevel.linear_solvers.base import largest_eigenvalue
 from bilevel.methods.curvature import hessian, step_limit
 from bilevel.methods.process import Process, State
+from bilevel.trees import Tree
 
 
 def explain_divergence(process: Process) -> NoReturn:
     """Raise the error that names the step, the loss and the likely cause."""
     bound = process.bound
+    if process.steps:
+        refuse_non_finite_data("inner(w, lam, batch)", bound.task.batch(process.times[0]))
+    refuse_non_finite_data("outer(w, lam, batch)", bound.task.val)
     with torch.no_grad():
         start = state = bound.start()
         loss = None
@@ -40,6 +44,17 @@ def explain_divergence(process: Process) -> NoReturn:
         "the usual places.",
         loss=loss,
     )
+
+
+def refuse_non_finite_data(name: str, batch: Tree) -> None:
+    for path, leaf in zip(trees.paths(batch), trees.leaves(batch), strict=True):
+        if trees.is_variable(leaf) and not bool(torch.isfinite(leaf).all()):
+            rows = torch.nonzero(~torch.isfinite(leaf))
+            raise DivergenceError(
+                f"The data of {name} has {len(rows)} entries NaN or Inf in batch{path}, the first at index "
+                f"{rows[0].tolist()}. Clean or impute them first; nothing was computed.",
+                step=0,
+            )
 
 
 def _raise(process: Process, start: State, t: int, loss: float | None, what: str) -> NoReturn:
