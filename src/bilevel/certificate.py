@@ -144,7 +144,10 @@ def certify(
         BilevelWarning: if the step size lies above its limit.
     """
     tasks = check_arguments(problem, lam, task, steps)
-    certificates = [_certify(Process(problem, lam, one, dynamics, steps, start), method, mu, products) for one in tasks]
+    certificates = [
+        _certify(Process(problem, lam, one, dynamics, steps, start, allow_unused=True), method, mu, products)
+        for one in tasks
+    ]
     result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
     if result.step_ok is False:
         warnings.warn(

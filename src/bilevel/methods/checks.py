@@ -267,8 +267,8 @@ def _check_step(process: Process, state: Any) -> None:
 def _check_reach(process: Process, method: Method, state: Any) -> None:
     """Every leaf of λ must reach the outer objective, and by a way that the method sees."""
     seen = method.sees(process)
-    if process.previous is not None and process.previous.tangents is None:
-        # A continued run remembers its start only in tangents, which forward mode carries along.
+    if process.start is not None or (process.previous is not None and process.previous.tangents is None):
+        # init(λ) is not used, and a continued run remembers it only in tangents, which forward mode carries along.
         seen -= {"the start"}
     reach = _reach(process, state)
     paths = trees.paths(process.lam)
@@ -308,8 +308,7 @@ def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
                 reach[part] |= process.reached_by_encoded(index - process.outer_count)
 
     with torch.enable_grad():
-        if process.start is None:
-            note("the start", process.problem.init(bound.lam))
+        note("the start", process.problem.init(bound.lam))
         note("the outer objective", bound.outer(state))
         wanted = set(range(process.outer_count))
         for t in process.times:
