@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bilevel import trees
-from bilevel.dynamics.base import Loss, at, descend, gradient, update
+from bilevel.dynamics.base import Loss, at, gradient_step, update
 from bilevel.dynamics.ista import ISTA
 from bilevel.trees import Tree
 
@@ -24,5 +24,4 @@ class FISTA(ISTA):
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         lr, weight = at(self.lr, t), (t - 1) / (t + 2)
         ahead = update(lambda w, previous: w + weight * (w - previous), w, state)
-        forward = update(descend, ahead, gradient(loss, ahead), settings=(lr,))
-        return self.penalty.prox(forward, lr), w
+        return self.penalty.prox(gradient_step(loss, ahead, lr), lr), w

@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from bilevel.dynamics.base import Dynamics, Loss, Setting, at, descend, gradient, update
+from bilevel.dynamics.base import Dynamics, Loss, Setting, at, gradient_step
 from bilevel.trees import Tree
 
 
@@ -21,7 +21,7 @@ class GradientDescent(Dynamics):
     lr: Setting
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
-        return update(descend, w, gradient(loss, w), settings=(at(self.lr, t),)), state
+        return gradient_step(loss, w, at(self.lr, t)), state
 
     def heavy_ball_form(self, t: int) -> tuple[Any, Any]:
         return at(self.lr, t), 0.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from bilevel.dynamics.base import Dynamics, Loss, Setting, at, descend, gradient, update
+from bilevel.dynamics.base import Dynamics, Loss, Setting, at, gradient_step
 from bilevel.dynamics.penalties import L1, Penalty
 from bilevel.trees import Tree
 
@@ -24,8 +24,7 @@ class ISTA(Dynamics):
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         lr = at(self.lr, t)
-        forward = update(descend, w, gradient(loss, w), settings=(lr,))
-        return self.penalty.prox(forward, lr), state
+        return self.penalty.prox(gradient_step(loss, w, lr), lr), state
 
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
         return ISTA.step(self, loss, w, (), t)[0]
