@@ -370,3 +370,38 @@ class TestASecondCall:
         calls = iter(range(1000))
         with refused("not a pure function of t"):
             ask(problem, task=bl.Task(lambda t: (x[(i := next(calls) % 8) : i + 4], y[i : i + 4]), data(4)))
+
+    def test_a_sampler_that_cycles_through_two_batches(self):
+        import itertools
+
+        batches = itertools.cycle([data(5), data(4)])
+        with refused("not a pure function of t"):
+            ask(task=bl.Task(lambda t: next(batches), data(4)))
+
+
+class TestEncode:
+    def test_that_does_not_return_a_task(self):
+        with refused("encode", "Task"):
+            ask(ridge(encode=lambda lam, task: (task.train, task.val)))
+
+    def test_that_fails(self):
+        with refused("encode failed", "RuntimeError"):
+            ask(ridge(encode=lambda lam, task: bl.Task(task.train[0] @ torch.zeros(7, 7), task.val)))
+
+
+class TestOtherThings:
+    def test_a_module_as_lam(self):
+        with refused("nn.Module", "functional"):
+            ask(lam=torch.nn.Linear(3, 1))
+
+    def test_a_start_that_is_no_tensor(self):
+        with refused("start", "float"):
+            ask(ridge(init=lambda lam: 0.0))
+
+    def test_a_function_of_lam_that_fails(self):
+        with refused("dynamics", "IndexError"):
+            ask(dynamics=lambda lam: bl.GradientDescent(lam[7]))
+
+    def test_a_complex_objective(self):
+        with refused("outer", "complex"):
+            ask(ridge(outer=lambda w, lam, b: (b[0] @ w).sum() * 1j))

@@ -61,3 +61,23 @@ def test_a_plain_torch_loop_descends():
         optimizer.step()
         values.append(f.item())
     assert values[-1] < 0.8 * values[0]
+
+
+def test_under_no_grad_what_is_wrong_is_still_said():
+    example = examples()[1]
+    with torch.no_grad():
+        with pytest.raises(bl.DivergenceError):
+            bl.objective(example.problem, example.lam, example.task, dynamics=bl.GradientDescent(1e30), steps=50)
+        with pytest.raises(bl.BilevelError, match="method"):
+            bl.objective(
+                example.problem, example.lam, example.task, dynamics=bl.GradientDescent(0.1), steps=5, method="x"
+            )
+
+
+def test_a_second_derivative_is_refused_instead_of_wrong():
+    example = examples()[1]
+    lam = {k: v.clone().requires_grad_() for k, v in example.lam.items()}
+    f = bl.objective(example.problem, lam, example.task, dynamics=bl.GradientDescent(0.3), steps=6)
+    (slope,) = torch.autograd.grad(f**2, lam["shift"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.backward()

@@ -242,3 +242,35 @@ class TestOnline:
             optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
         )
         assert sol.value < 1.02 * offline.value < 0.9 * offline.history["value"][0]
+
+
+def test_callbacks_may_keep_what_they_are_given():
+    seen = []
+    sol = run(callbacks=[lambda it: seen.append(it.lam["shift"])])
+    assert len({float(value) for value in seen}) == 10 and float(seen[-1]) != float(sol.outer["shift"])
+
+
+def test_a_failure_on_the_way_keeps_what_was_reached():
+    """The curvature turns negative as λ grows, and CG refuses."""
+    problem = bl.Problem(
+        lambda w, lam, _: ((2 - lam) * w**2).sum() / 2 - w.sum(),
+        lambda w, lam, _: -(w**2).sum(),
+        lambda lam: torch.zeros(2),
+    )
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 5, "method": bl.Implicit(), "iterations": 50}
+    sol = bl.solve(
+        problem, torch.zeros(2), bl.Task(None, None), optimizer=lambda p: torch.optim.SGD(p, lr=1.0), **settings
+    )
+    assert sol.outcome.kind == "failed" and "curvature" in sol.outcome and len(sol.history["value"]) >= 1
+    assert bool(torch.isfinite(sol.outer).all())
+
+
+def test_functions_that_write_in_place_cannot_reach_the_users_lam():
+    lam = torch.ones(3)
+    problem = bl.Problem(
+        lambda w, lam, _: (w**2 * lam).sum(), lambda w, lam, _: (w**2).sum(), lambda lam: lam.detach().mul_(1.0) + 1.0
+    )
+    wild = bl.Problem(problem.inner, problem.outer, lambda lam: lam.detach().zero_())
+    for one in (problem, wild):
+        bl.hypergradient(one, lam, bl.Task(None, None), dynamics=bl.GradientDescent(0.1), steps=3, method=bl.Forward())
+    assert torch.equal(lam, torch.ones(3))

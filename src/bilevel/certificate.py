@@ -9,20 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
-from bilevel.dynamics.base import at
 from bilevel.errors import BilevelError, BilevelWarning, Outcome
 from bilevel.hypergradients import hypergradient
-from bilevel.linear_solvers.cg import CG
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.methods.base import Method
 from bilevel.methods.checks import check_arguments, check_process
-from bilevel.methods.curvature import contraction_rate, hessian, step_limit
+from bilevel.methods.curvature import contraction_rate, hessian
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.implicit import Implicit
+from bilevel.methods.near_minimiser import NearMinimiser, near_minimiser
 from bilevel.methods.process import Process
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
@@ -175,7 +173,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     slope, operator = hessian(loss, w)
     spectrum = lanczos(operator, slope, products)
     nu, smallest = spectrum.largest, spectrum.smallest if mu is None else mu
-    limit = step_limit(bound.dynamics, nu, t)
+    limit = bound.dynamics.largest_step(nu, t) if nu > 0 else None
     with torch.no_grad():
         value = float(bound.outer(state))
     certificate: dict[str, Any] = {
@@ -189,6 +187,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
         "step_size": None if limit is None else limit[0],
         "step_limit": None if limit is None else limit[1],
     }
+    unbounded: dict[str, Any] = {"inner_distance": math.inf, "value_gap": math.inf}
     # A curvature that is zero up to rounding must not be divided by.
     if not smallest > 1e2 * torch.finfo(slope.dtype).eps * max(nu, 0.0):
         sentence = (
@@ -196,18 +195,22 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
             "not strongly convex at w_T and Theorem 3.2 does not apply. Add an L2 term to the inner objective, or pass "
             "mu=… if you know better."
         )
-        return Certificate(
-            **certificate, inner_distance=math.inf, value_gap=math.inf, outcome=Outcome("failed", sentence)
-        )
+        return Certificate(**certificate, **unbounded, outcome=Outcome("failed", sentence))
 
-    limits = _proximal_reference(process, w, t, smallest, nu) or _newton_reference(process, w, t, smallest)
+    limits = near_minimiser(process, w, t, smallest, nu)
     certificate["gradient_norm"] = limits.gradient_norm
-    errors = _hypergradient_error(process, method, limits)
+    errors = _hypergradient_error(process, method, limits) if math.isfinite(limits.radius) else {}
     origin = (
         "given"
         if mu is not None
         else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
     )
+    if math.isinf(limits.radius):
+        sentence = (
+            f"No bound: the proximal step does not contract, because its size {certificate['step_size']:.3g} is not "
+            f"below 2/ν = {2 / nu:.3g}. Use a smaller step."
+        )
+        return Certificate(**certificate, **unbounded, outcome=Outcome("failed", sentence))
     sentence = (
         f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({origin}) between w_T and w_λ; on a "
         "quadratic it does."
@@ -222,120 +225,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     )
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """A point u with ‖u − w_λ‖ ≤ radius, and what is needed of E there."""
-
-    process: Process
-    u: Tree
-    radius: float
-    gradient_norm: float
-    outer_value: float
-    outer_slope: float
-    outer_curvature: float
-
-    @property
-    def slack(self) -> float:
-        """A bound on |E(u) − f(λ)|, rounding included."""
-        return (
-            self.outer_slope * self.radius
-            + 0.5 * self.outer_curvature * self.radius**2
-            + self._rounding(abs(self.outer_value))
-        )
-
-    def _rounding(self, size: float) -> float:
-        return 16 * torch.finfo(trees.leaves(self.u)[0].dtype).eps * size
-
-    def distance(self, w: Tree) -> float:
-        return float(trees.norm(trees.subtract(w, self.u))) + self.radius + self._rounding(float(trees.norm(w)))
-
-    def value_gap(self, w: Tree, value: float) -> float:
-        return abs(value - self.outer_value) + self.slack
-
-    def smallest_steps(self, gap: float, limit: int) -> int:
-        if self.slack > gap:
-            raise BilevelError(
-                f"A gap of {gap:.3g} cannot be certified: the minimiser itself is known only to ±{self.slack:.3g} in "
-                "f. Use float64, or a larger gap."
-            )
-        bound = self.process.bound
-        with torch.no_grad():
-            state = bound.start()
-            for t in range(limit + 1):
-                away = float(trees.norm(trees.subtract(state[0], self.u)))
-                if self.outer_slope * away + 0.5 * self.outer_curvature * away**2 + self.slack <= gap:
-                    return t
-                state = bound.step(state, t + 1)
-        raise BilevelError(
-            f"The gap {gap:.3g} is not certified after {limit} steps. Pass a larger limit=…, or a larger step size if "
-            "the certificate allows it."
-        )
-
-
-def _reference(process: Process, u: Tree, radius: float, gradient_norm: float) -> _Reference:
-    bound = process.bound
-
-    def outer(w: Tree) -> Tensor:
-        return bound.outer((w, ()))
-
-    slope, operator = hessian(outer, u)
-    spectrum = lanczos(operator, slope, 50)
-    curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
-    with torch.no_grad():
-        value = float(outer(u))
-    return _Reference(process, u, radius, gradient_norm, value, float(slope.norm()), curvature)
-
-
-def _newton_reference(process: Process, w: Tree, t: int, mu: float) -> _Reference:
-    """Newton's method from w_T, as long as it makes ∇L smaller."""
-    loss = process.bound.loss(t)
-    points, spec = trees.flatten(w)
-    slope, operator = hessian(loss, w)
-    first = best = float(slope.norm())
-    u = w
-    for _ in range(5):
-        if best == 0:
-            break
-        try:
-            step = CG(tol=1e-12).solve(operator, slope).x
-        except BilevelError:
-            break
-        candidate = trees.subtract(u, spec.unflatten(trees.from_vector(step, points)))
-        slope, operator = hessian(loss, candidate)
-        reached = float(slope.norm())
-        if not reached < best:
-            break
-        u, previous, best = candidate, best, reached
-        if best > 0.5 * previous or best < 1e-13 * first:
-            break
-    return _reference(process, u, best / mu, first)
-
-
-def _proximal_reference(process: Process, w: Tree, t: int, mu: float, nu: float) -> _Reference | None:
-    """For proximal dynamics: run its plain step on from w_T, which contracts by q, until ‖u − Φ(u)‖/(1 − q) is
-    small."""
-    bound = process.bound
-    with torch.no_grad():
-        after = bound.dynamics.stationary_step(bound.loss(t), w, t)
-        if after is None:
-            return None
-        # Proximal dynamics have a step size by definition.
-        lr = float(at(getattr(bound.dynamics, "lr", 1.0), t))
-        factor = max(abs(1 - lr * mu), abs(1 - lr * nu))
-        if factor >= 1:
-            return _Reference(process, w, math.inf, math.inf, 0.0, 1.0, 1.0)
-        first = move = float(trees.norm(trees.subtract(after, w)))
-        u = w
-        for _ in range(100_000):
-            if move <= 1e-13 * max(first, float(trees.norm(u))):
-                break
-            u = after
-            after = bound.dynamics.stationary_step(bound.loss(t), u, t)
-            move = float(trees.norm(trees.subtract(after, u)))
-    return _reference(process, u, move / (1 - factor), first / lr)
-
-
-def _hypergradient_error(process: Process, method: Method | None, limits: _Reference) -> dict[str, Any]:
+def _hypergradient_error(process: Process, method: Method | None, limits: NearMinimiser) -> dict[str, Any]:
     """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to the tiny radius."""
     if method is None:
         return {}
@@ -347,6 +237,7 @@ def _hypergradient_error(process: Process, method: Method | None, limits: _Refer
         steps=process.steps,
         method=method,
         start=process.start,
+        allow_unused=True,
     )
     at_limit = Process(process.problem, process.lam, process.task, process.source, 0, start=limits.u, allow_unused=True)
     exact = Implicit()(at_limit)

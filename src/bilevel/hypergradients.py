@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.errors import BilevelError
-from bilevel.methods.auto import choose
+from bilevel.methods.auto import run_best
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.checks import check_arguments, check_lam, check_process
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
+from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -108,6 +110,7 @@ def objective(
     """
     arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
     if not torch.is_grad_enabled():
+        _as_method(method)
         return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
     check_lam(lam)
     leaves = trees.leaves(lam)
@@ -128,9 +131,12 @@ def value_of(
     starts = _one_each(start, tasks, task, "start")
     values = []
     for one, begin in zip(tasks, starts, strict=True):
-        process = Process(problem, lam, one, dynamics, steps, *_split(begin))
+        process = Process(problem, lam, one, dynamics, steps, *_split(begin), allow_unused=True)
+        check_process(process, Unrolled())
         with torch.no_grad():
             values.append(process.bound.outer(process.run()).detach())
+        if not bool(torch.isfinite(values[-1])):
+            explain_divergence(process)
     return torch.stack(values).mean()
 
 
@@ -143,6 +149,7 @@ class _Known(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(cotangent * grad for grad in ctx.saved_tensors)
 
@@ -151,13 +158,13 @@ def _of_one_task(process: Process, method: Method | None) -> Hypergradient:
     began = time.perf_counter()
     reason = None
     if method is None:
-        method, reason = choose(process)
+        result, reason = run_best(process)
         if process.problem.checked.get("auto", {}).get("reason") != reason:
             process.problem.checked["auto"] = {"reason": reason}
             print(reason)
     else:
         check_process(process, method)
-    result = method(process)
+        result = method(process)
     if not (bool(torch.isfinite(result.value)) and trees.all_finite(result.grad)):
         explain_divergence(process)
     return replace(result, stats=replace(result.stats, seconds=time.perf_counter() - began, reason=reason))
@@ -183,11 +190,15 @@ def _split(start: Start) -> tuple[Tree | None, Hypergradient | None]:
 
 def _one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]:
     if not isinstance(given, (list, tuple)):
+        if isinstance(value, Hypergradient) and value.tasks:
+            raise BilevelError(
+                f"{name} is a result for a list of tasks, but one task was passed. Pass one of its `.tasks`."
+            )
         return [value]
     if value is None:
         return [None] * len(tasks)
     if isinstance(value, Hypergradient):
-        return value.tasks
+        value = value.tasks
     if not isinstance(value, (list, tuple)) or len(value) != len(tasks):
         raise BilevelError(f"{name} must be a list with one entry for each of the {len(tasks)} tasks.")
     return list(value)

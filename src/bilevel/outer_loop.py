@@ -117,7 +117,7 @@ def solve(
     >>> print(round(sol.outer.item(), 4), sol.outcome)
     1.0 Converged: the gradient norm fell to 0 ≤ 1e-06 at hyperiteration 1.
     """
-    _check(lam, iterations, start, patience, tasks)
+    _check(lam, iterations, start, patience, tasks, method)
     constraint = as_constraint(constraint)
     loop = _Loop(
         problem, tasks, {"dynamics": dynamics, "steps": steps, "method": method, "allow_unused": allow_unused}, start
@@ -149,7 +149,7 @@ def solve(
                     )
                     break
                 # Every callback is called, so that one that stops the loop does not hide it from the others.
-                wishes = [callback(Iteration(k, point.tree(), result, gradient_norm)) for callback in callbacks]
+                wishes = [callback(Iteration(k, point.copy(), result, gradient_norm)) for callback in callbacks]
                 if any(wish is True for wish in wishes):
                     outcome = Outcome("stopped early", f"Stopped early by a callback at hyperiteration {k}.")
                     break
@@ -168,6 +168,11 @@ def solve(
         outcome = Outcome(
             "diverged", f"Diverged at hyperiteration {len(record.values)}: {error} λ is left at its last finite value."
         )
+    except BilevelError as error:
+        # Input that cannot work fails at once; what fails later keeps what was reached until then.
+        if raise_on_failure or not record.values:
+            raise
+        outcome = Outcome("failed", f"Failed at hyperiteration {len(record.values)}: {error}")
     except _SourceEnded:
         outcome = Outcome(
             "finished", f"The task source ended after {len(record.values)} of {iterations} hyperiterations."
@@ -316,7 +321,7 @@ class _Record:
         return Solution(lam, result.inner, float(result.value), history, outcome, result.stats)
 
 
-def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any) -> None:
+def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any, method: Any) -> None:
     check_lam(lam)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
@@ -324,6 +329,8 @@ def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: 
         raise BilevelError(f"start={start!r} is not known; pass 'cold', 'warm' or 'online'.")
     if patience is not None and patience < 1:
         raise BilevelError(f"patience={patience} would stop at once; pass a number ≥ 1 or None.")
+    if start == "online" and method == "auto":
+        raise BilevelError("start='online' needs a method that can go on: pass Forward(), Reverse() or Truncated(k).")
     source = not isinstance(tasks, (Task, list, tuple))
     if source and not (callable(tasks) or isinstance(tasks, Iterator)):
         raise BilevelError(

@@ -58,3 +58,6 @@ class Problem:
     encode: Callable[[Tree, Task], Task] | None = None
     # What has been checked already for this problem, so that a loop of a million calls checks once.
     checked: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Problem, (self.inner, self.outer, self.init, self.encode))

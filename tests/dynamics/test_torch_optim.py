@@ -66,3 +66,16 @@ def test_agrees_with_torch_optim_itself():
 def test_a_class_without_the_switch_is_refused():
     with pytest.raises(bl.BilevelError, match="differentiable"):
         bl.TorchOptim(torch.optim.Adafactor, lr=0.1)
+
+
+@pytest.mark.parametrize("setting", ["lr", "lambd"])
+def test_asgd_does_not_lose_part_of_a_gradient(setting):
+    """λ also enters the objective here, so that it reaches something and only part of its gradient would be lost."""
+    example = examples()[1]
+    settings = {"lr": 0.05, setting: None}
+
+    def dynamics(lam):
+        return bl.TorchOptim(torch.optim.ASGD, **{**settings, setting: 0.05 + 0.01 * lam["shift"] ** 2})
+
+    with pytest.raises(bl.BilevelError, match=f"cannot learn '{setting}'"):
+        bl.hypergradient(example.problem, example.lam, example.task, dynamics=dynamics, steps=4)

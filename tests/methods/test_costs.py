@@ -27,7 +27,7 @@ def counted(steps_seen):
         (bl.Reverse("sqrt", group_bytes=0), 280),
         (bl.Truncated(10, group_bytes=0), 109),
         (bl.Forward(), 100),
-        (bl.Reversible(), 300),
+        (bl.Reversible(), 301),
     ],
     ids=lambda v: str(v),
 )

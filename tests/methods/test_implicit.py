@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bilevel as bl
+from bilevel import trees
 from bilevel.hypergradients import value_of
 from bilevel.testing import central_differences, relative_error
 from bilevel.testing.problems import closed_form, examples
@@ -97,3 +98,63 @@ def test_a_solver_that_stops_early_says_so():
 def test_a_matrix_too_large_for_direct_is_refused():
     with pytest.raises(bl.BilevelError, match="limit is 3"):
         bl.Direct(largest=3).solve(lambda v: v, torch.ones(4))
+
+
+def test_a_step_size_drops_out_at_a_fixed_point_and_is_refused():
+    problem, lam, task, _ = quadratic()
+    lam = {**lam, "lr": torch.tensor(-1.5)}
+    cases = [
+        (lambda lam: bl.GradientDescent(lam["lr"].exp()), bl.Implicit(bl.Direct(), condition="fixed-point")),
+        (lambda lam: bl.ISTA(lam["lr"].exp(), bl.L1(0.01)), bl.Implicit()),
+    ]
+    for dynamics, method in cases:
+        with pytest.raises(bl.BilevelError, match=r"cannot see λ\['lr'\]"):
+            bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=20, method=method)
+
+
+def test_a_weight_that_the_inner_objective_ignores():
+    problem, lam, task, expected = quadratic()
+    wider = bl.Problem(problem.inner, problem.outer, lambda lam: {**problem.init(lam), "c": torch.ones(2)})
+    for solver in (bl.FixedPoint(tol=1e-12), bl.Neumann(600)):
+        found = bl.hypergradient(
+            wider, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=300, method=bl.Implicit(solver)
+        )
+        assert relative_error(found.grad, expected) < 1e-8
+
+
+def test_nystrom_needs_a_symmetric_map():
+    problem, lam, task, _ = quadratic()
+    with pytest.raises(bl.BilevelError, match="Nystrom was given a map that is not symmetric"):
+        method = bl.Implicit(bl.Nystrom(5), condition="fixed-point")
+        bl.hypergradient(problem, lam, task, dynamics=bl.HeavyBall(0.3, 0.5), steps=50, method=method)
+
+
+def test_minibatches_are_warned_about():
+    problem, lam, task, _ = quadratic()
+    batches = bl.Task(bl.Minibatches(task.train, 5), task.val)
+    with pytest.warns(bl.BilevelWarning, match="last step"):
+        bl.hypergradient(problem, lam, batches, dynamics=bl.GradientDescent(0.1), steps=5, method=bl.Implicit())
+
+
+def test_single_precision_stops_where_it_can():
+    problem, lam, task, expected = quadratic()
+    single = lambda tree: trees.map(lambda x: x.float(), tree)  # noqa: E731
+    narrow = bl.Problem(problem.inner, problem.outer, lambda lam: single(problem.init(lam)))
+    for solver in (None, bl.FixedPoint()):
+        found = bl.hypergradient(
+            narrow,
+            single(lam),
+            bl.Task(single(task.train), single(task.val)),
+            dynamics=bl.HeavyBall(0.3, 0.5),
+            steps=300,
+            method=bl.Implicit(solver),
+        )
+        assert found.stats.products < 500 and relative_error(found.grad, single(expected)) < 1e-4
+
+
+def test_an_adjoint_of_another_problem_is_refused():
+    problem, lam, task, _ = quadratic()
+    with pytest.raises(bl.BilevelError, match="adjoint has shape"):
+        bl.hypergradient(
+            problem, lam, task, dynamics=bl.GradientDescent(0.1), steps=5, method=bl.Implicit(), adjoint=torch.ones(3)
+        )

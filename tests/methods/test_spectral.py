@@ -86,3 +86,81 @@ def test_a_million_steps_are_the_limit():
     found = bl.hypergradient(problem, lam, task, steps=10**6, method=bl.Spectral(), **settings)
     limit = bl.hypergradient(problem, lam, task, steps=500, method=bl.Implicit(bl.Direct()), **settings)
     assert relative_error(found.grad, limit.grad) < 1e-10
+
+
+class TestCoincidences:
+    """What happens to hold at the first λ need not hold around it."""
+
+    @pytest.mark.parametrize("shape", [(3,), (4, 3)], ids=["a penalty per output", "a penalty per entry"])
+    def test_columns_that_share_a_matrix_only_where_lam_is_zero(self, shape):
+        x, y = torch.randn(9, 4), torch.randn(9, 3)
+        problem = bl.Problem(
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() * 3 + (lam.exp() * w**2).sum(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: torch.zeros(4, 3),
+        )
+        task = bl.Task((x, y), (x + 0.5, y))
+        for lam in (torch.zeros(shape), torch.linspace(-2, 1, shape[-1]).expand(shape).clone()):
+            agree(problem, lam, task, bl.GradientDescent(0.05), 30)
+
+    def test_steps_that_are_learned_one_by_one_and_start_equal(self):
+        problem, task = quadratic(lambda lam: torch.diag(lam["d"].exp()), (4,))
+        lam = {"d": torch.zeros(4), "lr": torch.full((25,), 0.05)}
+        settings = {"dynamics": lambda lam: bl.GradientDescent(lambda t: lam["lr"][t - 1]), "steps": 25}
+        with pytest.raises(bl.BilevelError, match="each step may have its own"):
+            bl.hypergradient(problem, lam, task, method=bl.Spectral(), **settings)
+        auto = bl.hypergradient(problem, lam, task, method="auto", **settings)
+        assert relative_error(auto.grad, bl.hypergradient(problem, lam, task, **settings).grad) < 1e-10
+
+    @pytest.mark.parametrize(("start", "scale"), [(30.0, 1.0), (0.0, 20.0), (0.0, 2000.0)])
+    def test_a_loss_that_is_quadratic_in_places(self, start, scale):
+        """Huber's loss: whoever never leaves one of its pieces gets the right number, whoever does is refused."""
+        x, y = torch.randn(9, 3), scale * torch.randn(9)
+        problem = bl.Problem(
+            lambda w, lam, b: torch.nn.functional.huber_loss(b[0] @ w, b[1], delta=10.0) + lam.exp() * (w**2).sum(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: torch.full((3,), start),
+        )
+        task, settings = bl.Task((x, y), (x + 0.5, y)), {"dynamics": bl.GradientDescent(0.05), "steps": 30}
+        lam = torch.tensor(-3.0)
+        expected = bl.hypergradient(problem, lam, task, method=bl.Unrolled(), **settings).grad
+        try:
+            found = bl.hypergradient(problem, lam, task, method=bl.Spectral(), **settings).grad
+        except bl.BilevelError as error:
+            assert "quadratic" in str(error)
+        else:
+            assert start == 0 and relative_error(found, expected) < 1e-10
+        auto = bl.hypergradient(problem, lam, task, method="auto", **settings).grad
+        assert relative_error(auto, expected) < 1e-10
+
+    def test_a_second_call_with_another_schedule_or_with_minibatches(self):
+        x, y = torch.randn(12, 3), torch.randn(12)
+        problem = bl.Problem(
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam.exp() * w**2).sum(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: torch.zeros(3),
+        )
+        task, lam = bl.Task((x, y), (x, y)), torch.zeros(3)
+
+        def ask(dynamics, task=task):
+            return bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=20, method=bl.Spectral())
+
+        def decaying(rate):
+            return bl.GradientDescent(lambda t: 0.05 * rate**t)
+
+        ask(decaying(1.0))
+        with pytest.raises(bl.BilevelError, match="change with t"):
+            ask(decaying(0.8))
+        with pytest.raises(bl.BilevelError, match="function of t"):
+            ask(decaying(1.0), bl.Task(bl.Minibatches((x, y), 5), (x, y)))
+        with pytest.raises(bl.BilevelError, match="not Nesterov"):
+            ask(bl.Nesterov(0.05))
+
+    def test_its_result_cannot_be_continued(self):
+        problem, task = quadratic(lambda lam: torch.diag(lam.exp()), (4,))
+        settings = {"dynamics": bl.HeavyBall(0.05, 0.9), "steps": 30}
+        first = bl.hypergradient(problem, torch.zeros(4), task, method=bl.Spectral(), **settings)
+        with pytest.raises(bl.BilevelError, match="cannot be continued"):
+            bl.hypergradient(problem, torch.zeros(4), task, start=first, **settings)
+        with pytest.raises(bl.BilevelError, match="online"):
+            bl.solve(problem, torch.zeros(4), task, start="online", method="auto", **settings)

@@ -47,7 +47,8 @@ def _project(part: Any, lam: Tree, path: str) -> Tree:
             )
         return type(lam)((key, _project(part.get(key), value, f"{path}[{key!r}]")) for key, value in lam.items())
     if isinstance(part, (list, tuple)) and isinstance(lam, (list, tuple)) and len(part) == len(lam):
-        return type(lam)(_project(p, x, f"{path}[{i}]") for i, (p, x) in enumerate(zip(part, lam, strict=True)))
+        items = [_project(p, x, f"{path}[{i}]") for i, (p, x) in enumerate(zip(part, lam, strict=True))]
+        return type(lam)(*items) if hasattr(lam, "_fields") else type(lam)(items)
     raise BilevelError(
         f"The constraint for λ{path} is {type(part).__name__}, which does not fit a {type(lam).__name__} there. Pass a "
         "Constraint or None."

@@ -49,6 +49,12 @@ class Dynamics(ABC):
         """
         return None
 
+    def largest_step(self, nu: float, t: int) -> tuple[float, float] | None:
+        """The step size in use at step t, and the largest one that converges where the curvature is ν; None if
+        unknown."""
+        form = self.heavy_ball_form(t)
+        return None if form is None else (largest(form[0]), 2 * (1 - largest(trees.map(operator.neg, form[1]))) / nu)
+
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree | None:
         """A step without auxiliary variables whose fixed points are this dynamics' limits.
 
@@ -143,6 +149,11 @@ def update(function: Callable[..., Tensor], w: Tree, *others: Tree, settings: tu
 def descend(w: Tensor, g: Tensor, lr: Any) -> Tensor:
     """w − lr·g, as one operation where lr is a plain number."""
     return torch.sub(w, g, alpha=lr) if isinstance(lr, (int, float)) else w - lr * g
+
+
+def largest(setting: Any) -> float:
+    """The largest number in a setting."""
+    return max(float(torch.as_tensor(leaf).detach().max()) for leaf in trees.leaves(setting))
 
 
 def zeros_like(w: Tree) -> Tree:

@@ -24,4 +24,4 @@ class FISTA(ISTA):
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         lr, weight = at(self.lr, t), (t - 1) / (t + 2)
         ahead = update(lambda w, previous: w + weight * (w - previous), w, state)
-        return self.penalty.prox(gradient_step(loss, ahead, lr), lr), w
+        return self.penalty.prox(gradient_step(loss, ahead, lr), lr, t), w

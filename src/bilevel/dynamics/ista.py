@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from bilevel.dynamics.base import Dynamics, Loss, Setting, at, gradient_step
+from bilevel import trees
+from bilevel.dynamics.base import Dynamics, Loss, Setting, at, gradient_step, largest
 from bilevel.dynamics.penalties import L1, Penalty
 from bilevel.trees import Tree
 
@@ -24,10 +25,15 @@ class ISTA(Dynamics):
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         lr = at(self.lr, t)
-        return self.penalty.prox(gradient_step(loss, w, lr), lr), state
+        return self.penalty.prox(gradient_step(loss, w, lr), lr, t), state
 
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
-        return ISTA.step(self, loss, w, (), t)[0]
+        # Where w no longer moves, it does so for every step size: only the penalty is left to learn there.
+        lr = trees.detach(at(self.lr, t))
+        return self.penalty.prox(gradient_step(loss, w, lr), lr, t)
+
+    def largest_step(self, nu: float, t: int) -> tuple[float, float]:
+        return largest(at(self.lr, t)), 2 / nu
 
     @classmethod
     def examples(cls) -> list[Self]:

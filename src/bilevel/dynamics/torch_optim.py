@@ -17,6 +17,9 @@ from bilevel.dynamics.base import Dynamics, Loss, at, gradient, root
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
+# Classes whose lr may be a tensor that requires grad (torch 2.13, against central differences).
+_LEARN_LR = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+
 
 @dataclass(frozen=True, init=False)
 class TorchOptim(Dynamics):
@@ -29,7 +32,7 @@ class TorchOptim(Dynamics):
     What the optimiser keeps per parameter is the auxiliary state, and is differentiated.
     """
 
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Any
     settings: Mapping[str, Any]
 
     def __init__(self, optimizer: type[torch.optim.Optimizer], **settings: Any) -> None:
@@ -41,6 +44,18 @@ class TorchOptim(Dynamics):
                 "its step. Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
             )
 
+    def _refuse_what_cannot_be_learned(self, settings: Mapping[str, Any]) -> None:
+        """Other settings, and other classes, raise a TypeError in torch or, like ASGD's, silently lose their
+        gradient."""
+        for name, value in settings.items():
+            learned = any(leaf.requires_grad for leaf in trees.tensors(value))
+            if learned and not (name == "lr" and issubclass(self.optimizer, _LEARN_LR)):
+                raise BilevelError(
+                    f"torch.optim.{self.optimizer.__name__} cannot learn {name!r}: torch would drop its gradient. The "
+                    "lr of SGD, Adam, AdamW, NAdam and RAdam can be learned, and so can every setting of bilevel's own "
+                    "dynamics."
+                )
+
     def init(self, w: Tree) -> Tree:
         # The classes create their state lazily, at the first step.
         return [{} for _ in trees.leaves(w)]
@@ -50,10 +65,10 @@ class TorchOptim(Dynamics):
         grads = trees.leaves(gradient(loss, w))
         # The optimiser writes into its parameters and its state: give it copies that remember where they came from.
         parameters = [point.clone() for point in points]
+        settings = {k: at(v, t) for k, v in self.settings.items()}
+        self._refuse_what_cannot_be_learned(settings)
         try:
-            optimizer = self.optimizer(
-                parameters, differentiable=True, **{k: at(v, t) for k, v in self.settings.items()}
-            )
+            optimizer = self.optimizer(parameters, differentiable=True, **settings)
             for parameter, grad, old in zip(parameters, grads, state, strict=True):
                 # Some classes rescale the gradient they are given in place.
                 parameter.grad = grad.clone()

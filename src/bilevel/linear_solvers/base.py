@@ -67,6 +67,11 @@ def as_operator(matvec: Any) -> Operator:
     return matvec if isinstance(matvec, Operator) else Operator(matvec)
 
 
+def reachable(tol: float, b: Tensor) -> float:
+    """The tolerance, or what the floating-point format can do where that is less."""
+    return max(tol, 10 * torch.finfo(b.dtype).eps)
+
+
 def relative(residual: Tensor, b: Tensor) -> float:
     scale = float(b.norm())
     return float(residual.norm()) / scale if scale > 0 else 0.0

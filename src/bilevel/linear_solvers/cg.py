@@ -11,7 +11,15 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, random_directions, relative
+from bilevel.linear_solvers.base import (
+    LinearSolution,
+    LinearSolver,
+    Operator,
+    as_operator,
+    random_directions,
+    reachable,
+    relative,
+)
 
 if TYPE_CHECKING:
     from bilevel.linear_solvers.nystrom import Nystrom
@@ -40,7 +48,7 @@ class CG(LinearSolver):
         operator = as_operator(matvec)
         products = 0
         if operator.symmetric is None:
-            _refuse_unless_symmetric(operator, b)
+            refuse_unless_symmetric(operator, b, "CG")
             products += 2
         precondition = self.preconditioner.inverse(operator, b) if self.preconditioner else lambda r: r
         products += self.preconditioner.rank if self.preconditioner else 0
@@ -51,7 +59,7 @@ class CG(LinearSolver):
         products += x0 is not None
         direction = preconditioned = precondition(residual)
         slope = torch.dot(residual, preconditioned)
-        target = self.tol * b.norm()
+        target = reachable(self.tol, b) * b.norm()
         iterations = 0
         while residual.norm() > target and iterations < limit:
             image = operator(direction)
@@ -73,7 +81,7 @@ class CG(LinearSolver):
         # The recurrence drifts from the true residual; what is reported is measured.
         residual = b - operator(x)
         measured = relative(residual, b)
-        return LinearSolution(x, measured, products + iterations + 1, measured <= 10 * self.tol)
+        return LinearSolution(x, measured, products + iterations + 1, measured <= 10 * reachable(self.tol, b))
 
     @classmethod
     def examples(cls) -> list[Self]:
@@ -82,12 +90,13 @@ class CG(LinearSolver):
         return [cls(), cls(preconditioner=Nystrom(rank=4, damping=0.5))]
 
 
-def _refuse_unless_symmetric(operator: Operator, b: Tensor) -> None:
+def refuse_unless_symmetric(operator: Operator, b: Tensor, solver: str) -> None:
+    """Two products with random vectors tell."""
     u, v = random_directions(2, b, seed=1)
     left, right = torch.dot(u, operator(v)), torch.dot(v, operator(u))
     tolerance = 1e3 * torch.finfo(b.dtype).eps * float(u.norm() * v.norm() + left.abs() + right.abs())
     if abs(float(left - right)) > tolerance:
         raise BilevelError(
-            f"CG was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = "
+            f"{solver} was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = "
             f"{float(right):.6g}. Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
         )

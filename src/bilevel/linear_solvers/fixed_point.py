@@ -14,6 +14,7 @@ from bilevel.linear_solvers.base import (
     Operator,
     as_operator,
     largest_eigenvalue,
+    reachable,
     relative,
 )
 
@@ -36,7 +37,7 @@ class FixedPoint(LinearSolver):
         operator = as_operator(matvec)
         omega, products = relaxation(operator, b, self.step)
         x = omega * b if x0 is None else x0.clone()
-        target, start = self.tol * b.norm(), b.norm()
+        target, start = reachable(self.tol, b) * b.norm(), b.norm()
         for iteration in range(self.max_iter):
             residual = b - operator(x)
             if residual.norm() <= target:

@@ -36,7 +36,7 @@ class Neumann(LinearSolver):
         residual = relative(b - operator(x), b)
         # How accurate a truncated series is meant to be is the caller's choice, so it is never "not converged" unless
         # it diverges.
-        return LinearSolution(x, residual, products + self.terms + (x0 is not None), residual < 1.0)
+        return LinearSolution(x, residual, products + self.terms + (x0 is not None), residual < 0.1)
 
     @classmethod
     def examples(cls) -> list[Self]:

@@ -6,7 +6,7 @@ import torch
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.methods.base import Method
+from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.checks import check_process
 from bilevel.methods.forward import Forward
 from bilevel.methods.process import Process
@@ -18,7 +18,19 @@ from bilevel.methods.unrolled import Unrolled
 BUDGET = 2 * 1024**3
 
 
-def choose(process: Process, budget: int = BUDGET) -> tuple[Method, str]:
+def run_best(process: Process) -> tuple[Hypergradient, str]:
+    """The hypergradient by the method that fits, and why; a closed form that turns out not to hold is given up."""
+    method, reason = choose(process)
+    try:
+        return method(process), reason
+    except BilevelError:
+        if not isinstance(method, Spectral):
+            raise
+    method, reason = choose(process, closed_form=False)
+    return method(process), reason
+
+
+def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> tuple[Method, str]:
     """The method and a sentence that says why.
 
     All candidates are exact, so the choice changes time and memory and nothing else.
@@ -29,7 +41,7 @@ def choose(process: Process, budget: int = BUDGET) -> tuple[Method, str]:
     size, count = trees.size(state[0]), sum(v.numel() for v in process.variables[: process.outer_count])
     sizes = f"w has {size:,} numbers, λ {count:,}, T = {steps:,}"
 
-    if size <= 1000 and steps >= 20:
+    if closed_form and size <= 1000 and steps >= 20:
         spectral = Spectral(largest=1000)
         try:
             check_process(process, spectral)

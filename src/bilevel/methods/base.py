@@ -16,8 +16,12 @@ from bilevel.errors import BilevelError
 from bilevel.methods.process import Process, State
 from bilevel.trees import Tree
 
-Part = Literal["the start", "the inner objective", "the dynamics", "the outer objective"]
-EVERYTHING: frozenset[Part] = frozenset({"the start", "the inner objective", "the dynamics", "the outer objective"})
+# Where λ can enter. "the fixed point" is what of the dynamics remains when w no longer moves: a penalty, not a step
+# size.
+Part = Literal["the start", "the inner objective", "the dynamics", "the fixed point", "the outer objective"]
+EVERYTHING: frozenset[Part] = frozenset(
+    {"the start", "the inner objective", "the dynamics", "the fixed point", "the outer objective"}
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,10 @@ class Method(ABC):
         return EVERYTHING
 
     def check(self, process: Process) -> None:  # noqa: B027 - most methods apply everywhere
-        """Raise a `BilevelError` if this method does not apply to the process; called before any work."""
+        """Raise a `BilevelError` if this method does not apply to the process; called before any work, every time."""
+
+    def look(self, process: Process) -> None:  # noqa: B027 - most methods need to know nothing more
+        """Learn what the method needs to know about the process into `process.findings`, where it is remembered."""
 
     @classmethod
     def examples(cls) -> list[Self]:

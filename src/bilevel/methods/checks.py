@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
 from bilevel.methods.diagnosis import refuse_non_finite_data
-from bilevel.methods.process import Process, reached
+from bilevel.methods.process import Process, call_user, reached, what_is
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -25,7 +26,7 @@ def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Tas
     """What can be said before anything is run. Returns the tasks as a list."""
     if not isinstance(problem, Problem):
         raise BilevelError(
-            f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {_what(problem)}."
+            f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {what_is(problem)}."
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
         raise BilevelError(
@@ -50,9 +51,13 @@ def check_lam(lam: Tree) -> None:
     if not leaves:
         raise BilevelError("λ has no tensors in it. Pass a tensor or a dict, list or tuple of tensors.")
     for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.nn.Module):
+            raise BilevelError(
+                "λ is an nn.Module. Pass its parameters, as lam, apply = bilevel.functional(module) gives them."
+            )
         if not isinstance(leaf, Tensor):
             raise BilevelError(
-                f"λ{trees.paths(lam)[index]} is {_what(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype "
+                f"λ{trees.paths(lam)[index]} is {what_is(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype "
                 "instead."
             )
         if leaf.is_complex():
@@ -75,7 +80,7 @@ def check_lam(lam: Tree) -> None:
 
 def check_task(task: Any) -> None:
     if not isinstance(task, Task):
-        raise BilevelError(f"A task must be a bilevel.Task(train, val), but it is {_what(task)}.")
+        raise BilevelError(f"A task must be a bilevel.Task(train, val), but it is {what_is(task)}.")
     if callable(task.val):
         raise BilevelError(
             "task.val is a function, and the outer objective is evaluated on one batch. Pass the validation batch "
@@ -96,43 +101,74 @@ def check_process(process: Process, method: Method) -> None:
 
     The verdict is remembered on the problem, so that the calls of a loop are checked once.
     """
+    task = process.bound.task
+    check_task(task)
+    if process.previous is not None and process.previous.state is None:
+        raise BilevelError(
+            f"A result of {process.previous.stats.method} cannot be continued: it never had velocities. Compute it "
+            "with Reverse() or Forward()."
+        )
+    _check_sampler(process)
     memory = process.problem.checked
+    method.check(process)
     key = (
         method,
         process.steps,
         process.allow_unused,
-        process.start is None,
-        process.previous is None,
+        _kind(process.start),
+        process.previous is None or process.previous.tangents is None,
         _kind(process.source),
         _kind(process.variables),
-        _kind(process.data()),
+        _kind([task.train, task.val]),
     )
-    _check_sampler(process)
     if key in memory:
         process.findings = memory[key]
-        return
-    state = _check_start(process)
-    _check_objectives(process, state)
-    _check_step(process, state)
-    method.check(process)
-    _check_reach(process, method, state)
+    else:
+        state = _check_start(process)
+        _check_objectives(process, state)
+        _check_step(process, state)
+        _check_reach(process, method, state)
+        _remember(memory, key, process.findings)
+    method.look(process)
+
+
+def _remember(memory: dict[Any, dict[str, Any]], key: Any, found: dict[str, Any]) -> None:
+    """A bounded memory: a source of ever new samplers must not fill it."""
     if len(memory) > 100:
         memory.clear()
-    memory[key] = process.findings
+    memory[key] = found
 
 
 def _kind(value: Any) -> Any:
-    """What two dynamics or trees must share for one check to serve both: shapes and code, not the numbers in
+    """What two dynamics, tasks or trees must share for one check to serve both: shapes and code, not numbers in
     tensors."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
+    if isinstance(value, (int, float, str, type, type(None))):
+        return value
     if is_dataclass(value):
         return type(value), tuple(_kind(getattr(value, f.name)) for f in fields(value))
     if isinstance(value, (list, tuple)):
         return tuple(_kind(item) for item in value)
-    if isinstance(value, (int, float, str, type(None))):
-        return value
-    return getattr(value, "__code__", type(value))
+    if isinstance(value, Mapping):
+        return tuple((key, _kind(item)) for key, item in value.items())
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return type(value)
+    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if not _is_empty(cell)]
+    return code, tuple(_closed_over(cell) for cell in cells), _kind(getattr(value, "__defaults__", None))
+
+
+def _closed_over(value: Any) -> Any:
+    """A function's closure by its plain values; anything larger by its type, so that this does not wander off."""
+    return value if isinstance(value, (int, float, str, type, type(None))) else type(value)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True
 
 
 def _check_sampler(process: Process) -> None:
@@ -142,14 +178,11 @@ def _check_sampler(process: Process) -> None:
     known = memory.get(("sampler", id(sampler)))
     if known is not None and known["itself"]() is sampler:
         return
-    first, second = process.times[0], process.times[-1]
-    one, _, again = (
-        _call("task.train", task.batch, first),
-        _call("task.train", task.batch, second),
-        _call("task.train", task.batch, first),
-    )
+    first, last = process.times[0], process.times[-1]
+    # An odd and an even number of calls apart, so that a sampler that cycles through two batches is noticed too.
+    one, _, again, once_more = (call_user("task.train", task.batch, t) for t in (first, last, first, first))
     check_task(Task(one, task.val))
-    if not same(one, again):
+    if not (same(one, again) and same(one, once_more)):
         raise BilevelError(
             f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay "
             "steps, so a sampler with hidden state makes them wrong. Draw the batch from t, for example with "
@@ -162,22 +195,17 @@ def _check_sampler(process: Process) -> None:
         )
     with contextlib.suppress(TypeError):
         # Weakly, because a sampler may hold a whole data set; what cannot be referred to weakly is checked every time.
-        memory["sampler", id(sampler)] = {"itself": weakref.ref(sampler)}
+        _remember(memory, ("sampler", id(sampler)), {"itself": weakref.ref(sampler)})
 
 
 def _check_start(process: Process) -> Any:
     name = "init(lam)" if process.start is None else "the given start"
     with torch.no_grad():
-        state = _call("init", process.bound.start)
+        state = call_user("init", process.bound.start)
     leaves = trees.leaves(state[0])
     if not leaves:
         raise BilevelError(f"{name} gave no tensors, so there is nothing for the inner problem to learn.")
     for path, leaf in zip(trees.paths(state[0]), leaves, strict=True):
-        if not trees.is_variable(leaf):
-            kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else _what(leaf)
-            raise BilevelError(
-                f"{name} gave w{path} = {kind}, which has no gradient. Every leaf of w must be a floating-point tensor."
-            )
         if not bool(torch.isfinite(leaf).all()):
             raise DivergenceError(f"{name} gave NaN or Inf in w{path}; nothing was computed.", step=0)
     return state
@@ -196,7 +224,7 @@ def _check_objectives(process: Process, state: Any) -> None:
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
         with torch.enable_grad():
-            value = _call(
+            value = call_user(
                 name,
                 call,
                 context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; "
@@ -204,7 +232,11 @@ def _check_objectives(process: Process, state: Any) -> None:
             )
         if not isinstance(value, Tensor):
             raise BilevelError(
-                f"{name} returned {_what(value)}; it must return a scalar tensor, without .item() or float()."
+                f"{name} returned {what_is(value)}; it must return a scalar tensor, without .item() or float()."
+            )
+        if value.is_complex():
+            raise BilevelError(
+                f"{name} returned a complex number; an objective must be real. Take .abs() or .real of it."
             )
         if value.ndim != 0:
             raise BilevelError(
@@ -246,11 +278,11 @@ def _check_step(process: Process, state: Any) -> None:
         return tensor
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        after = _call("dynamics.step", lambda: bound.step(state, t), context=context)
+        after = call_user("dynamics.step", lambda: bound.step(state, t), context=context)
     # What one recorded step keeps alive: `Unrolled` holds T of these.
     process.findings["graph bytes"] = bytes_saved
     if not (isinstance(after, tuple) and len(after) == 2):
-        raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {_what(after)}.")
+        raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {what_is(after)}.")
     if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:
         raise BilevelError(
             f"The dynamics changed the structure of w: it was {trees.describe(state[0])} and became "
@@ -311,8 +343,10 @@ def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
         note("the start", process.problem.init(bound.lam))
         note("the outer objective", bound.outer(state))
         wanted = set(range(process.outer_count))
-        for t in process.times:
+        # With allow_unused a leaf that one step does not reach may stay unreached; otherwise later steps are asked.
+        for t in process.times[:1] if process.allow_unused else process.times:
             note("the inner objective", gradient(bound.loss(t), state[0]))
+            note("the fixed point", bound.dynamics.stationary_step(bound.loss(t), state[0], t))
             everything = {i for i in reached(trees.leaves(bound.step(state, t)), variables) if i < process.outer_count}
             reach["the dynamics"] |= everything - reach["the inner objective"]
             # Settings with a value per step are reached later than at the first; normally one step is enough.
@@ -330,25 +364,6 @@ def same(one: Tree, two: Tree) -> bool:
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             if a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all()):
                 return False
-        elif a is not b and a != b:
+        elif a is not b and not bool(np.all(np.asarray(a == b))):
             return False
     return True
-
-
-def _call(name: str, function: Callable[..., Any], *args: Any, context: str = "") -> Any:
-    """Call the user's function; what torch complains about is passed on with the shapes that were involved."""
-    try:
-        return function(*args)
-    except BilevelError:
-        raise
-    except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
-        detail = f" Here {context}." if context else ""
-        raise BilevelError(
-            f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices "
-            "must fit each other."
-        ) from error
-
-
-def _what(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '…'}"

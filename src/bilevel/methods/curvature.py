@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics, gradient
+from bilevel.dynamics.base import largest
 from bilevel.linear_solvers.base import Operator
 from bilevel.trees import Tree
 
@@ -33,24 +34,13 @@ def hessian(objective: Callable[[Tree], Tensor], w: Tree) -> tuple[Tensor, Opera
     return trees.to_vector(slope).detach(), Operator(product, symmetric=True)
 
 
-def step_limit(dynamics: Dynamics, nu: float, t: int) -> tuple[float, float] | None:
-    """The largest step size in use at step t, and the one that curvature ν allows: 2(1 + momentum)/ν. None where no
-    such limit is known."""
-    form = dynamics.heavy_ball_form(t)
-    if form is None or not nu > 0:
-        return None
-    lr = max(float(torch.as_tensor(x).max()) for x in trees.leaves(form[0]))
-    momentum = min(float(torch.as_tensor(x).min()) for x in trees.leaves(form[1]))
-    return lr, 2 * (1 + momentum) / nu
-
-
 def contraction_rate(dynamics: Dynamics, mu: float, nu: float, t: int) -> float | None:
     """The factor by which the distance to the minimiser shrinks per step in the long run, for curvatures in [μ, ν]
     (Remark 3.3)."""
     form = dynamics.heavy_ball_form(t)
     if form is None or any(trees.size(x) > 1 or isinstance(x, dict) for x in form):
         return None
-    lr, momentum = (float(x) for x in form)
+    lr, momentum = (largest(x) for x in form)
     # The error of one eigenvalue s obeys z² − (1 + momentum − lr·s) z + momentum = 0; the extremes of s are the worst.
     radii = []
     for s in (mu, nu):

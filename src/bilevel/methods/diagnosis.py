@@ -9,7 +9,7 @@ import torch
 from bilevel import trees
 from bilevel.errors import DivergenceError
 from bilevel.linear_solvers.base import largest_eigenvalue
-from bilevel.methods.curvature import hessian, step_limit
+from bilevel.methods.curvature import hessian
 from bilevel.methods.process import Process, State
 from bilevel.trees import Tree
 
@@ -72,7 +72,7 @@ def likely_cause(process: Process, start: State) -> str:
     t = process.times.start
     slope, operator = hessian(process.bound.loss(t), start[0])
     nu = largest_eigenvalue(operator, slope)
-    limit = step_limit(process.bound.dynamics, nu, t)
+    limit = process.bound.dynamics.largest_step(nu, t) if nu > 0 else None
     if limit is None:
         return f"The largest curvature at the start is ν ≈ {nu:.4g}; try a smaller step size."
     lr, most = limit

@@ -50,15 +50,18 @@ class Implicit(Method):
                 f"Implicit(solver={self.solver!r}) is not a linear solver. Pass one such as CG(tol=1e-8), "
                 "Neumann(terms=50) or Direct()."
             )
+        if callable(process.bound.task.train):
+            warnings.warn(
+                "Implicit differentiates one inner objective, but task.train is a function of t: it uses the batch of "
+                "the last step. Use Reverse() or Truncated(k) for the gradient of what was run.",
+                BilevelWarning,
+                stacklevel=2,
+            )
         if self.condition not in ("auto", "fixed-point"):
             raise BilevelError(f"Implicit(condition={self.condition!r}) is not known; pass 'auto' or 'fixed-point'.")
 
     def sees(self, process: Process) -> frozenset[Part]:
-        seen: set[Part] = {"the inner objective", "the outer objective"}
-        if self._at_fixed_point(process):
-            # At a fixed point the step size drops out, but a penalty inside Φ does not.
-            seen.add("the dynamics")
-        return frozenset(seen)
+        return frozenset({"the inner objective", "the fixed point", "the outer objective"})
 
     def _at_fixed_point(self, process: Process) -> bool:
         if self.condition == "fixed-point":
@@ -76,6 +79,11 @@ class Implicit(Method):
 
         operator = _adjoint_operator(form, points, sign, symmetric)
         solver = self.solver or (CG() if symmetric else FixedPoint())
+        if process.adjoint is not None and process.adjoint.shape != b.shape:
+            raise BilevelError(
+                f"adjoint has shape {list(process.adjoint.shape)}, but this system has {b.numel()} unknowns. Pass the "
+                "`.adjoint` of a result for the same problem and method."
+            )
         solution = solver.solve(operator, b, process.adjoint)
         if not solution.converged:
             warnings.warn(
@@ -86,7 +94,9 @@ class Implicit(Method):
                 stacklevel=2,
             )
         parts = trees.from_vector(solution.x, points)
-        cross = torch.autograd.grad(form, process.variables, parts, allow_unused=True, retain_graph=True)
+        recorded = [(f, v) for f, v in zip(form, parts, strict=True) if f.requires_grad]
+        heads, cotangents = zip(*recorded, strict=True)
+        cross = torch.autograd.grad(heads, process.variables, cotangents, allow_unused=True, retain_graph=True)
         gradients: Gradients = [
             accumulate(d, None if c is None else -sign * c) for d, c in zip(direct, cross, strict=True)
         ]
@@ -147,6 +157,10 @@ def _fixed_point(process: Process, state: State) -> System:
         else:
             form = trees.leaves(process.bound.step(live, t))
     pairs = [(p, f) for p, f in zip(points, form, strict=True) if trees.is_variable(p)]
+    if not any(f.requires_grad for _, f in pairs):
+        raise BilevelError(
+            "The step does not depend on w or λ, so it has no fixed point to differentiate. Use Reverse()."
+        )
     return [p for p, _ in pairs], [f for _, f in pairs], -1.0, False
 
 
@@ -154,8 +168,8 @@ def _adjoint_operator(form: list[Tensor], points: list[Tensor], sign: float, sym
     """v ↦ (∂F)ᵀ v for a Hessian; v ↦ v − (∂Φ)ᵀ v for a fixed point."""
 
     def product(vector: Tensor, batched: bool) -> Tensor:
-        heads = [(f, v) for f, v in zip(form, trees.from_vector(vector, points), strict=True) if f.requires_grad]
-        outputs, cotangents = zip(*heads, strict=True)
+        pieces = trees.from_vector(vector, points)
+        outputs, cotangents = zip(*((f, v) for f, v in zip(form, pieces, strict=True) if f.requires_grad), strict=True)
         parts = torch.autograd.grad(
             outputs, points, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
         )

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel.dynamics import Dynamics
 from bilevel.errors import BilevelError
@@ -26,7 +25,8 @@ _BUILT: WeakKeyDictionary[Problem, dict[Any, tuple[Any, Any]]] = WeakKeyDictiona
 def build_once(process: Process, key: Hashable, inputs: Sequence[Tensor], build: Callable[[], Built]) -> Built:
     """What `build()` makes for a problem, a dynamics, `key` and the shapes of `inputs`, made at the first call."""
     cache = _BUILT.setdefault(process.problem, {})
-    full = (key, _identity(process.source), tuple((x.shape, x.dtype, x.device) for x in inputs))
+    shapes = tuple((x.shape, x.dtype, x.device) for x in inputs)
+    full = (key, _identity(process.source), shapes, process.constants())
     if full not in cache:
         # The source is kept beside its code, so that its identity cannot be taken over by another object.
         cache[full] = (process.source, build())
@@ -40,6 +40,9 @@ def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -
     """
     # Tracing tells inputs apart by identity, so every one of them must be a tensor of its own.
     inputs = [x.clone() for x in inputs]
+    # Imported here because it takes as long as importing torch does.
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     try:
         kernel: Kernel = torch.compile(make_fx(function)(*inputs), dynamic=False)
         with torch.no_grad():

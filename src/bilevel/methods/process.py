@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
+from bilevel.errors import BilevelError
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -56,12 +57,15 @@ class Process:
     def __post_init__(self) -> None:
         self.dynamics = as_function_of_lam(self.source)
         values, self._lam_spec = trees.flatten(self.lam)
-        lam_leaves = [value.detach().requires_grad_() for value in values]
+        # Copies: what the user's functions do to λ in place must not reach the user's λ.
+        lam_leaves = [value.detach().clone().requires_grad_() for value in values]
         self.outer_count = len(lam_leaves)
         task, self._encoded = self.task, []
         if self.problem.encode is not None:
             with torch.enable_grad():
-                task = self.problem.encode(self._lam_spec.unflatten(lam_leaves), self.task)
+                task = call_user("encode", self.problem.encode, self._lam_spec.unflatten(lam_leaves), self.task)
+            if not isinstance(task, Task):
+                raise BilevelError(f"encode(lam, task) returned {what_is(task)}; it must return a bilevel.Task.")
         self._task_leaves, self._task_spec = trees.flatten(task)
         self._encoded_at = [i for i, x in enumerate(self._task_leaves) if isinstance(x, Tensor) and x.requires_grad]
         if self.problem.encode is not None:
@@ -97,6 +101,10 @@ class Process:
     def data(self) -> list[Tensor]:
         """The tensors of the task that do not depend on λ."""
         return [self._task_leaves[index] for index in self._data_at()]
+
+    def constants(self) -> str:
+        """What else the task holds, numbers and functions, in a form that can be compared."""
+        return repr([leaf for leaf in self._task_leaves if not isinstance(leaf, Tensor)])
 
     def _data_at(self) -> list[int]:
         return [i for i, leaf in enumerate(self._task_leaves) if isinstance(leaf, Tensor) and i not in self._encoded_at]
@@ -156,7 +164,7 @@ class Bound:
         problem = self.process.problem
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
         with torch.enable_grad():
-            self.dynamics = self.process.dynamics(self.lam)
+            self.dynamics = call_user("the function of λ passed as dynamics", self.process.dynamics, self.lam)
 
     def start(self) -> State:
         """Φ_0(λ) with fresh auxiliary variables, or the state that the process was told to continue from."""
@@ -164,8 +172,7 @@ class Bound:
             return trees.detach(self.process.previous.state)
         w = self._init(self.lam) if self.process.start is None else trees.detach(self.process.start)
         # When w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not pick up ∂L/∂λ.
-        fresh = _view if torch.is_grad_enabled() else torch.Tensor.detach
-        w = trees.map(fresh, w)
+        w = trees.map(_own_copy, w)
         return w, self.dynamics.init(w)
 
     def loss(self, t: int) -> Callable[[Tree], Tensor]:
@@ -180,8 +187,31 @@ class Bound:
         return self._outer(state[0], self.lam, self.task.val)
 
 
-def _view(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor)
+def _own_copy(leaf: Any) -> Tensor:
+    if not trees.is_variable(leaf):
+        kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else what_is(leaf)
+        raise BilevelError(f"The start w_0 holds {kind}, which has no gradient. Every leaf must be a floating tensor.")
+    return leaf.clone()
+
+
+def call_user(name: str, function: Callable[..., Any], *args: Any, context: str = "") -> Any:
+    """Call the user's function; what torch complains about is passed on with the shapes that were involved."""
+    try:
+        return function(*args)
+    except BilevelError:
+        raise
+    except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
+        detail = f" Here {context}." if context else ""
+        raise BilevelError(
+            f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices "
+            "must fit each other."
+        ) from error
+
+
+def what_is(value: Any) -> str:
+    """A value in an error message."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '…'}"
 
 
 def live_copy(state: State) -> tuple[list[Any], State]:

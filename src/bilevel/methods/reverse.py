@@ -83,8 +83,10 @@ class Reverse(Method):
         if sweep is None:
             sweep = Sweep(process, checkpoints.pop())
         sweep.through_start()
-        recomputed = sum(len(groups[index]) for segment in segments[:-1] for index in segment)
-        return self._finish(process, sweep, process.steps + recomputed, memory)
+        # The last group of every segment is only ever run recorded.
+        run_twice = sum(len(groups[i]) for segment in segments for i in segment[:-1])
+        first_pass = sum(len(groups[i]) for segment in segments[:-1] for i in segment)
+        return self._finish(process, sweep, first_pass + run_twice, memory)
 
     def _in_blocks(self, process: Process, length: int) -> Hypergradient:
         # What does not fill a block is run eagerly at the beginning.

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import gradient
+from bilevel.dynamics.base import largest, per_leaf
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Bound, Process, State
 from bilevel.methods.reverse import Sweep
+from bilevel.trees import Tree
+
+# Integers stay below this.
+LIMIT = 2**61
 
 
 @dataclass(frozen=True)
@@ -24,41 +31,28 @@ class Reversible(Method):
     Undoing w ← w + v is a subtraction; undoing v ← γv needs the digits that the multiplication pushed out, log₂(1/γ)
     bits per weight (0.15 for γ = 0.9). They are collected in an integer per weight.
 
-    The numbers are those of float64 dynamics up to 2^−fraction_bits; it is for long runs of heavy ball where even √T
-    iterates do not fit.
+    The numbers are those of float64 dynamics up to 2^−`bits` of their size; it is for long runs of heavy ball where
+    even √T iterates do not fit.
 
     Args:
-        fraction_bits: w and v are multiples of 2^−fraction_bits, below 2^(62 − fraction_bits) in size.
+        bits: of precision below the size of the first iterate or step, whichever is larger; 62 − bits are left for
+            growth.
     """
 
-    fraction_bits: int = 48
+    bits: int = 47
 
     def check(self, process: Process) -> None:
-        if not 16 <= self.fraction_bits <= 56:
-            raise BilevelError(f"Reversible(fraction_bits={self.fraction_bits}) leaves no room; pass 16 to 56.")
-        for t in {process.times.start, process.times.stop - 1} if process.steps else ():
-            form = process.bound.dynamics.heavy_ball_form(t)
-            name = type(process.bound.dynamics).__name__
-            if form is None:
-                raise BilevelError(
-                    f"Reversible can undo v ← momentum·v − lr·∇L, w ← w + v only, not {name}. Use HeavyBall, or "
-                    "Reverse('sqrt')."
-                )
-            if trees.size(form[1]) > 1:
-                raise BilevelError(
-                    "Reversible needs one momentum for all weights. Use Reverse('sqrt') for a value per weight."
-                )
-            if not 0.05 <= float(form[1]) <= 1:
-                raise BilevelError(
-                    f"Reversible needs a momentum in [0.05, 1], but {name} has {float(form[1]):.3g} at step {t}: "
-                    "without momentum a step erases what it would take to undo it. Use Reverse('sqrt')."
-                )
+        if not isinstance(self.bits, int) or not 16 <= self.bits <= 56:
+            raise BilevelError(f"Reversible(bits={self.bits!r}) leaves no room; pass 16 to 56.")
+        if process.steps:
+            _momentum(process.bound, process.times.start)
+            _momentum(process.bound, process.times.stop - 1)
 
     def __call__(self, process: Process) -> Hypergradient:
         bound = process.bound
         with torch.no_grad():
             w, v = bound.start()
-            exact = ExactMomentum(bound, w, v, self.fraction_bits)
+            exact = ExactMomentum(bound, w, v, self.bits, process.times.start)
             for t in process.times:
                 exact.forward(t)
             memory = exact.nbytes()
@@ -77,24 +71,33 @@ class Reversible(Method):
 class ExactMomentum:
     """(w, v) as integers, with a step of heavy ball that can be undone to the bit."""
 
-    def __init__(self, bound: Bound, w: State, v: State, fraction_bits: int) -> None:
+    def __init__(self, bound: Bound, w: Tree, v: Tree, bits: int, first: int) -> None:
         self.bound = bound
-        self.unit = 2.0**-fraction_bits
         points, self.spec = trees.flatten(w)
         self.dtypes = [point.dtype for point in points]
-        self.w = [self._integers(point) for point in points]
-        self.v = [self._integers(leaf) for leaf in trees.leaves(v)]
+        pushes = self._pushes(w, first)
+        # The first step says how large the numbers will be where the start is zero.
+        size = max(float(x.abs().max()) for x in [*points, *(10 * push for push in pushes), torch.tensor(1e-300)])
+        self.unit = 2.0 ** (math.ceil(math.log2(size)) - bits) if math.isfinite(size) else 1.0
+        self.w = [self._integers(point, first) for point in points]
+        self.v = [self._integers(leaf, first) for leaf in trees.leaves(v)]
         self.erased = [ErasedDigits(torch.zeros_like(x)) for x in self.v]
 
-    def _integers(self, x: Tensor) -> Tensor:
+    def _integers(self, x: Tensor, t: int) -> Tensor:
         scaled = x.double() / self.unit
-        if not bool((scaled.abs() < 2.0**62).all()):
-            raise DivergenceError(
-                f"Reversible holds numbers below {2.0**62 * self.unit:.3g}, and the inner iterates left that range: "
-                "they diverge, or fraction_bits is too large for them. Lower the step size, or pass fewer "
-                "fraction_bits."
-            )
+        if not bool((scaled.abs() < LIMIT).all()):
+            self._raise_divergence(t)
         return scaled.round().to(torch.int64)
+
+    def _raise_divergence(self, t: int) -> NoReturn:
+        loss = float(self.bound.loss(t)(self.spec.unflatten(self._floats(self.w)))) if hasattr(self, "w") else None
+        raise DivergenceError(
+            f"At step {t} the inner iterates left the range of ±{LIMIT * self.unit:.3g} that Reversible works in "
+            f"(inner loss {loss}): they diverge, or grow a lot. Lower the step size, or pass fewer bits, "
+            "Reversible(bits=40).",
+            step=t,
+            loss=loss,
+        )
 
     def _floats(self, integers: list[Tensor]) -> list[Tensor]:
         return [(x.double() * self.unit).to(dtype) for x, dtype in zip(integers, self.dtypes, strict=True)]
@@ -102,28 +105,26 @@ class ExactMomentum:
     def state(self) -> State:
         return self.spec.unflatten(self._floats(self.w)), self.spec.unflatten(self._floats(self.v))
 
-    def _push(self, t: int) -> list[Tensor]:
-        """lr·∇L(w) as integers; the same for the same w, whichever way the run goes."""
-        w = self.spec.unflatten(self._floats(self.w))
-        form = self.bound.dynamics.heavy_ball_form(t)
-        assert form is not None
+    def _pushes(self, w: Tree, t: int) -> list[Tensor]:
+        """lr·∇L(w); the same for the same w, whichever way the run goes."""
+        lr, _ = self.bound.dynamics.heavy_ball_form(t) or (0.0, 0.0)
         grads = trees.leaves(gradient(self.bound.loss(t), w))
-        rates = [form[0]] * len(grads) if isinstance(form[0], (int, float, Tensor)) else trees.leaves(form[0])
-        return [self._integers(rate * g.double()) for rate, g in zip(rates, grads, strict=True)]
+        return [rate * g.double() for rate, g in zip(per_leaf(lr, w), grads, strict=True)]
 
-    def _momentum(self, t: int) -> float:
-        form = self.bound.dynamics.heavy_ball_form(t)
-        assert form is not None
-        return float(form[1])
+    def _push(self, t: int) -> list[Tensor]:
+        return [self._integers(push, t) for push in self._pushes(self.spec.unflatten(self._floats(self.w)), t)]
 
     def forward(self, t: int) -> None:
-        push, momentum = self._push(t), Ratio(self._momentum(t))
+        push, momentum = self._push(t), Ratio(_momentum(self.bound, t))
         for i, erased in enumerate(self.erased):
             self.v[i] = momentum.stretch(erased.multiply(self.v[i], momentum, t)) - push[i]
             self.w[i] = self.w[i] + self.v[i]
+            # Half of what an int64 holds: the next sum cannot wrap around before it is looked at.
+            if max(int(self.w[i].abs().max()), int(self.v[i].abs().max())) >= LIMIT:
+                self._raise_divergence(t)
 
     def backward(self, t: int) -> None:
-        momentum = Ratio(self._momentum(t))
+        momentum = Ratio(_momentum(self.bound, t))
         self.w = [w - v for w, v in zip(self.w, self.v, strict=True)]
         push = self._push(t)
         for i, erased in enumerate(self.erased):
@@ -131,6 +132,25 @@ class ExactMomentum:
 
     def nbytes(self) -> int:
         return trees.nbytes([self.w, self.v]) + sum(erased.nbytes() for erased in self.erased)
+
+
+def _momentum(bound: Bound, t: int) -> float:
+    """The momentum of step t, if that step can be undone."""
+    name, form = type(bound.dynamics).__name__, bound.dynamics.heavy_ball_form(t)
+    if form is None:
+        raise BilevelError(
+            f"Reversible can undo v ← momentum·v − lr·∇L, w ← w + v only, not {name}. Use HeavyBall, or "
+            "Reverse('sqrt')."
+        )
+    if not isinstance(form[1], (int, float)) and not (isinstance(form[1], Tensor) and form[1].numel() == 1):
+        raise BilevelError("Reversible needs one momentum for all weights. Use Reverse('sqrt') for a value per weight.")
+    momentum = largest(form[1])
+    if not 0.05 <= momentum <= 1:
+        raise BilevelError(
+            f"Reversible needs a momentum in [0.05, 1], but {name} has {momentum:.3g} at step {t}: without momentum a "
+            "step erases what it would take to undo it. Use Reverse('sqrt')."
+        )
+    return momentum
 
 
 class Ratio:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
@@ -42,53 +42,64 @@ class Spectral(Method):
     compiled: bool = False
 
     def check(self, process: Process) -> None:
-        bound = process.bound
         if process.previous is not None:
             raise BilevelError(
                 "Spectral computes a run from its start and cannot continue an earlier one; use Reverse() or Forward() "
                 "online."
             )
-        if callable(bound.task.train):
+        if callable(process.bound.task.train):
             raise BilevelError(
                 "Spectral needs one quadratic for all steps, but task.train is a function of t. Pass the whole "
                 "training set as a batch, or use Reverse()."
             )
+        if self.compiled and process.start is not None:
+            raise BilevelError("Spectral(compiled=True) begins at init(λ); pass no start, or use Spectral().")
         _check_settings(process)
-        axis = _find_layout(process)
-        with torch.no_grad():
-            rows = Layout(trees.leaves(bound.start()[0]), axis).rows
-        if rows > self.largest:
-            raise BilevelError(
-                f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use "
-                "Implicit(CG()) or Reverse(), or raise the limit with Spectral(largest=…)."
-            )
-        process.findings["spectral axis"] = axis
+
+    def look(self, process: Process) -> None:
+        if "spectral axis" not in process.findings:
+            axis = _find_layout(process)
+            with torch.no_grad():
+                rows = Layout(trees.leaves(process.bound.start()[0]), axis).rows
+            if rows > self.largest:
+                raise BilevelError(
+                    f"Spectral would decompose a {rows} × {rows} matrix, and its limit is {self.largest}. Use "
+                    "Implicit(CG()) or Reverse(), or raise the limit with Spectral(largest=…)."
+                )
+            process.findings["spectral axis"] = axis
 
     def __call__(self, process: Process) -> Hypergradient:
         axis = process.findings["spectral axis"]
         if self.compiled:
-            value, leaves, gradients = _compiled(process, axis)
+            found = _compiled(process, axis)
         else:
-            value, leaves, gradients = _gradients(process.bound, process.variables, process.steps, axis)
-        with torch.no_grad():
-            w = trees.flatten(process.bound.start()[0])[1].unflatten(leaves)
-            # The velocity is not kept: nothing can continue from this state, and `check` says so.
-            state = (w, process.bound.dynamics.init(w))
-        layout = Layout(leaves, axis)
-        return self.result(
+            found = _gradients(process.bound, process.variables, process.steps, axis)
+        _refuse_unless_exact(found)
+        w = trees.flatten(process.bound.start()[0])[1].unflatten(found.leaves)
+        layout = Layout(found.leaves, axis)
+        result = self.result(
             process,
-            value,
-            state,
-            gradients,
-            peak_memory=4 * layout.rows**2 * leaves[0].element_size(),
+            found.value,
+            (w, ()),
+            found.gradients,
+            peak_memory=4 * layout.rows**2 * found.leaves[0].element_size(),
             products=math.ceil(layout.rows / layout.width),
         )
+        # There is no velocity to go on from.
+        return replace(result, state=None)
 
 
-def _gradients(
-    bound: Bound, variables: list[Tensor], steps: int, axis: int | None
-) -> tuple[Tensor, list[Tensor], Gradients]:
-    """f_T, the leaves of w_T, and the gradient of f_T in the variables."""
+@dataclass(frozen=True)
+class Found:
+    """f_T, the leaves of w_T, the gradient of f_T in the variables, and how far ∇L is from A w − b at w_0 and w_T."""
+
+    value: Tensor
+    leaves: list[Tensor]
+    gradients: Gradients
+    misfit: Tensor
+
+
+def _gradients(bound: Bound, variables: list[Tensor], steps: int, axis: int | None) -> Found:
     with torch.enable_grad():
         quadratic = Quadratic.of(bound, axis)
         layout = quadratic.layout
@@ -100,6 +111,7 @@ def _gradients(
     with torch.no_grad():
         result = iterate(quadratic.matrix, quadratic.target, w0, lr, momentum, steps, plain)
         points = layout.unpack(result.w)
+        misfit = _misfit(bound, quadratic, w0.detach(), result.w)
     value, alpha, direct, _ = outer_gradients(bound, variables, (quadratic.spec.unflatten(points), ()))
 
     learned = any(setting.requires_grad for setting in settings)
@@ -108,13 +120,36 @@ def _gradients(
     heads = [quadratic.matrix, quadratic.target, w0, *(settings if learned else ())]
     recorded = [(h, g) for h, g in zip(heads, pulled, strict=True) if h.requires_grad]
     if not recorded:
-        return value, points, direct
+        return Found(value, points, direct, misfit)
     outputs, cotangents = zip(*recorded, strict=True)
     parts = torch.autograd.grad(outputs, variables, cotangents, allow_unused=True, retain_graph=True)
-    return value, points, [accumulate(d, p) for d, p in zip(direct, parts, strict=True)]
+    return Found(value, points, [accumulate(d, p) for d, p in zip(direct, parts, strict=True)], misfit)
 
 
-def _compiled(process: Process, axis: int | None) -> tuple[Tensor, list[Tensor], Gradients]:
+def _misfit(bound: Bound, quadratic: Quadratic, *points: Tensor) -> Tensor:
+    """How far the gradient of the inner objective is from A w − b at given w, relative to its size there."""
+    worst = []
+    for w in points:
+        predicted = quadratic.matrix @ w - quadratic.target
+        true = quadratic.layout.pack(
+            trees.leaves(gradient(bound.loss(1), quadratic.spec.unflatten(quadratic.layout.unpack(w))))
+        )
+        scale = (quadratic.matrix.abs() @ w.abs() + quadratic.target.abs()).amax()
+        worst.append((true - predicted).abs().amax() / scale.clamp_min(torch.finfo(w.dtype).tiny))
+    return torch.stack(worst).amax()
+
+
+def _refuse_unless_exact(found: Found) -> None:
+    """The one check that is made at every call: at the ends of the run L is the quadratic that was solved."""
+    if not found.misfit <= tolerance_of(found.misfit) and bool(torch.isfinite(found.value)):
+        raise BilevelError(
+            "Spectral needs an inner objective that is quadratic in w, but at w_0 or w_T the gradient of this one is "
+            f"{float(found.misfit):.2g} (relative) away from that of the quadratic around 0. Use Reverse(), or "
+            "Implicit() once the inner problem converges."
+        )
+
+
+def _compiled(process: Process, axis: int | None) -> Found:
     """The same in one compiled function of the variables and the data."""
     count = len(process.variables)
     inputs = [*(variable.detach() for variable in process.variables), *process.data()]
@@ -124,18 +159,17 @@ def _compiled(process: Process, axis: int | None) -> tuple[Tensor, list[Tensor],
 
         def function(*flat: Tensor) -> list[Tensor]:
             variables = [x.detach().requires_grad_() for x in flat[:count]]
-            bound = process.bind(variables, list(flat[count:]))
-            value, leaves, gradients = _gradients(bound, variables, process.steps, axis)
-            reached[:] = [g is not None for g in gradients]
-            return [value, *leaves, *(g for g in gradients if g is not None)]
+            found = _gradients(process.bind(variables, list(flat[count:])), variables, process.steps, axis)
+            reached[:] = [g is not None for g in found.gradients]
+            return [found.value, found.misfit, *found.leaves, *(g for g in found.gradients if g is not None)]
 
         return compile_function(function, inputs, "Spectral() without `compiled`"), reached
 
     kernel, reached = build_once(process, ("spectral", process.steps, axis), inputs, build)
     with torch.no_grad():
-        value, *rest = kernel(*inputs)
+        value, misfit, *rest = kernel(*inputs)
     gradients = iter(rest[len(rest) - sum(reached) :])
-    return value, rest[: len(rest) - sum(reached)], [next(gradients) if r else None for r in reached]
+    return Found(value, rest[: len(rest) - sum(reached)], [next(gradients) if r else None for r in reached], misfit)
 
 
 @dataclass(frozen=True)
@@ -217,9 +251,12 @@ def _products(slope: list[Tensor], points: list[Tensor], directions: list[Tensor
 
 
 def _find_layout(process: Process) -> int | None:
-    """The axis along which w splits into independent columns with one and the same matrix, or None; refuses what is not
-    quadratic."""
-    bound = process.bound
+    """The axis along which w splits into independent columns with one and the same matrix, or None.
+
+    It is looked for at λ moved a little in a random direction: columns whose matrices are equal only because λ starts
+    out with equal entries are not independent of which column λ belongs to.
+    """
+    bound = process.bind(_nudged(process.variables))
     with torch.no_grad():
         leaves, spec = trees.flatten(bound.start()[0])
     points = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
@@ -231,37 +268,28 @@ def _find_layout(process: Process) -> int | None:
             "Reverse()."
         )
     probe = trees.from_vector(random_directions(1, trees.to_vector(leaves), seed=2)[0], leaves)
-    product = [part[0] for part in _products(slope, points, [part.unsqueeze(0) for part in probe])]
-    _refuse_unless_affine(process, spec, slope, probe, product)
+    product = [part[0].detach() for part in _products(slope, points, [part.unsqueeze(0) for part in probe])]
     for axis in (-1, 0):
         sizes = {leaf.shape[axis] for leaf in leaves if leaf.ndim}
         if all(leaf.ndim for leaf in leaves) and any(leaf.ndim > 1 for leaf in leaves) and len(sizes) == 1:
             with torch.enable_grad():
                 quadratic = Quadratic.of(bound, axis)
-            layout = quadratic.layout
-            expected = quadratic.matrix.detach() @ layout.pack(probe)
-            if torch.allclose(expected, layout.pack(product), rtol=1e-9, atol=1e-9 * float(expected.abs().max())):
+            expected = quadratic.matrix.detach() @ quadratic.layout.pack(probe)
+            error = (expected - quadratic.layout.pack(product)).abs().amax() / expected.abs().amax()
+            if bool(error <= tolerance_of(error)):
                 return axis
     return None
 
 
-def _refuse_unless_affine(
-    process: Process, spec: trees.Spec, slope: list[Tensor], probe: list[Tensor], product: list[Tensor]
-) -> None:
-    """∇L(u) must equal ∇L(0) + A u for a direction that is not small."""
-    with torch.no_grad():
-        shifted = trees.leaves(gradient(process.bound.loss(1), spec.unflatten(probe)))
-        predicted = [s.detach() + p.detach() for s, p in zip(slope, product, strict=True)]
-        error = float(
-            trees.norm(trees.subtract(shifted, predicted))
-            / (trees.norm(predicted) + trees.norm(shifted)).clamp_min(1e-300)
-        )
-    tolerance = 1e-9 if probe[0].dtype == torch.float64 else 1e-3
-    if not error <= tolerance:
-        raise BilevelError(
-            "Spectral needs an inner objective that is quadratic in w, but the gradient of this one departs from "
-            f"linear by {error:.2g} (relative). Use Reverse(), or Implicit() once the inner problem converges."
-        )
+def _nudged(variables: list[Tensor]) -> list[Tensor]:
+    noise = random_directions(1, trees.to_vector([v.detach() for v in variables]), seed=4)[0]
+    moved = zip(variables, trees.from_vector(noise, variables), strict=True)
+    return [(v.detach() + 0.01 * (1 + v.detach().abs()) * step).requires_grad_() for v, step in moved]
+
+
+def tolerance_of(number: Tensor) -> float:
+    """What rounding may do to a gradient, with room for a few thousand terms."""
+    return float(torch.finfo(number.dtype).eps ** 0.6)
 
 
 def _check_settings(process: Process) -> None:
@@ -273,16 +301,23 @@ def _check_settings(process: Process) -> None:
             f"Spectral knows gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with this "
             "dynamics."
         )
-    scheduled = any(callable(getattr(dynamics, f.name)) for f in fields(dynamics))
-    for t in process.times if scheduled else ():
-        if [float(x) for x in dynamics.heavy_ball_form(t) or ()] != [float(x) for x in form]:
-            raise BilevelError(
-                f"Spectral needs settings that do not change with t, but they are {form} at step 1 and others at step "
-                f"{t}. Use Reverse()."
-            )
     for name, value in zip(("lr", "momentum"), form, strict=True):
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):
             raise BilevelError(
                 f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() "
                 "for a value per weight."
+            )
+    if not any(callable(getattr(dynamics, f.name)) for f in fields(dynamics)):
+        return
+    if any(isinstance(value, Tensor) and value.requires_grad for value in form):
+        raise BilevelError(
+            "Spectral needs settings that do not change with t, but here they are functions of t and learned, so each "
+            "step may have its own. Pass the learned value itself instead of a function, or use Reverse()."
+        )
+    numbers = [float(value) for value in form]
+    for t in process.times:
+        if [float(value) for value in dynamics.heavy_ball_form(t) or ()] != numbers:
+            raise BilevelError(
+                f"Spectral needs settings that do not change with t, but they are {numbers} at step 1 and others at "
+                f"step {t}. Use Reverse()."
             )

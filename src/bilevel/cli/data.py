@@ -1,0 +1,83 @@
+"""`bilevel data`: what data there is, whether it is sound, and getting it ready."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bilevel.cli.list import columns
+from bilevel.errors import BilevelError
+
+if TYPE_CHECKING:
+    from bilevel.data.base import Source
+
+ACTIONS = ("list", "verify", "prepare", "download")
+
+
+def command(
+    action: Annotated[str, typer.Argument(help="list, verify, prepare or download.")] = "list",
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Data sets, or paths of folders of class folders.", metavar="[NAME]...")
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option("--data-root", metavar="DIR", help="Where the files are. BILEVEL_DATA does the same."),
+    ] = None,
+) -> None:
+    """List, verify, prepare or download data sets.
+
+    `list` says which are there. `verify` reads every file again. `prepare` decodes once, so that training starts at
+    once. `download` fetches Omniglot.
+    """
+    if action not in ACTIONS:
+        raise BilevelError(f"bilevel data {action} is unknown; write bilevel data {' | '.join(ACTIONS)}.")
+    from bilevel.data import find, places
+
+    where = places.data_root(root)
+    if action == "list":
+        _list(where)
+        return
+    if not names:
+        known = ", ".join(name for name in find() if name != "folder")
+        raise BilevelError(f"bilevel data {action} needs the name of a data set ({known}) or of a folder.")
+    for name in names:
+        typer.echo(_do(action, name, where))
+
+
+def _do(action: str, name: str, where: Path) -> str:
+    from bilevel.data.base import source
+    from bilevel.data.cache import Workspace, bar_of
+
+    wanted = source(name, {})
+    if action == "download":
+        return "\n".join(f"{name}: {path}" for path in wanted.fetch(where))
+    if action == "verify":
+        with bar_of(f"verifying {name}", None) as report:
+            return f"{name}: {wanted.check(where, Workspace(report))}."
+    data = wanted.load(where)
+    return "\n".join([data.describe(), *(f"  {note}" for note in data.notes)])
+
+
+def _list(where: Path) -> None:
+    from bilevel.data import find, places
+
+    rows = [("name", "state", "")]
+    for name, kind in find().items():
+        rows.append((name, _state(kind, where), (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0]))
+    columns(rows)
+    typer.echo(f"\nLooked in {places.say(where)}.\nDecoded images are kept in {places.cache_root()} (BILEVEL_CACHE).")
+
+
+def _state(kind: type[Source], where: Path) -> str:
+    if kind.name == "folder":
+        return "your path"
+    if not kind.needs_files:
+        return "built in"
+    try:
+        kind().files(where)
+    except BilevelError:
+        return "missing"
+    return "found"

@@ -1,0 +1,57 @@
+"""Proximal maps minimise what they are defined to minimise."""
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel.hypergradients import value_of
+from bilevel.testing import central_differences, relative_error
+from bilevel.testing.problems import examples
+
+PENALTIES = [
+    bl.L1(0.7),
+    bl.L1(torch.tensor([0.1, 2.0, 0.5, 0.0])),
+    bl.GroupL2(0.9, (0, 0, 1, 1)),
+    bl.GroupL2(torch.tensor([5.0, 0.2]), (0, 1, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: type(p).__name__)
+def test_the_prox_is_the_minimiser(penalty):
+    generator = torch.Generator().manual_seed(0)
+    x, step = torch.randn(4, generator=generator), 0.6
+    best = penalty.prox(x, step)
+
+    def objective(u):
+        return 0.5 * ((u - x) ** 2).sum() + step * penalty.value(u)
+
+    for _ in range(300):
+        other = best + 0.1 * torch.randn(4, generator=generator)
+        assert objective(best) <= objective(other)
+
+
+def test_strengths_may_depend_on_t_and_on_lam():
+    example = examples()[1]
+    settings = {
+        "dynamics": lambda lam: bl.FISTA(lambda t: 0.3 / t**0.5, bl.L1(lambda t: 0.02 * (lam["shift"] ** 2 + 1) / t)),
+        "steps": 6,
+    }
+    expected = central_differences(lambda lam: value_of(example.problem, lam, example.task, **settings), example.lam)
+    found = bl.hypergradient(example.problem, example.lam, example.task, **settings).grad
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_group_penalties_are_differentiable_and_switch_groups_off():
+    x, y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(20)
+    y = x[:, 0] + 0.5 * x[:, 1]
+    problem = bl.Problem(
+        lambda w, lam, b: 0.5 * ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(4),
+    )
+    settings = {"dynamics": lambda lam: bl.ISTA(0.3, bl.GroupL2(lam.exp(), (0, 0, 1, 1))), "steps": 60}
+    lam, task = torch.tensor([-3.0, -1.0]), bl.Task((x, y), (x, y))
+    found = bl.hypergradient(problem, lam, task, **settings)
+    assert bool((found.inner[2:] == 0).all()) and bool((found.inner[:2] != 0).all())
+    expected = central_differences(lambda lam: value_of(problem, lam, task, **settings), lam)
+    assert relative_error(found.grad, expected) < 1e-6
