@@ -1,6 +1,6 @@
 """The memory of one method at one T, measured in this fresh process: `python memory_probe.py case.npz METHOD`.
 
-The peak of the resident memory during the run is held against what is resident after a warm-up with T = 1, so that the
+The peak of the resident memory during the run is held against what is resident after a warm-up with T = 3, so that the
 interpreter, torch, the data and a single step's workspace do not count. Prints one JSON object.
 """
 
@@ -57,8 +57,9 @@ def main() -> None:
     problem, lam, task = problem_of(case)
     # Heavy ball for all of them, because Reversible can undo nothing else.
     dynamics = bl.HeavyBall(case.lr / 10, 0.9)
+    # Three steps, so that one is replayed: torch imports more of itself when a gradient is first pulled back.
     for _ in range(2):
-        bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=1, method=method)
+        bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=3, method=method)
     gc.collect()
     before = resident("VmRSS")
     forget_peak()

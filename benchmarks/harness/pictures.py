@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullFormatter
 
 from harness.report import milliseconds
 from harness.results import Results, baseline
@@ -66,6 +67,7 @@ def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
         )
         axis.axvline(1, color="#333333", lw=0.8, ls="--")
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlim(values.min() / 2, values.max() * 5)
         for row, (timing, ratio) in enumerate(zip(ran, ratios, strict=True)):
             axis.text(
@@ -90,7 +92,7 @@ def _memory(results: Results) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     figures = results.memory()
     for axis, field, title in (
-        (axes[0], "rss", "resident memory above a run with T = 1"),
+        (axes[0], "rss", "resident memory above a run with T = 3"),
         (axes[1], "stats", "what the method keeps (stats.peak_memory)"),
     ):
         for method in dict.fromkeys(row.method for row in figures):

@@ -96,7 +96,7 @@ def _memory(results: Results) -> Table:
         cells = [f"{mine[t].rss / 1e6:.1f} / {mine[t].stats / 1e6:.2f}" if t in mine else "–" for t in times]
         rows.append([method, *cells, f"{mine[times[-1]].seconds:.2f} s" if times[-1] in mine else "–"])
     note = (
-        "MB: growth of the resident memory over a run with T = 1 / what the method says it kept (`stats.peak_memory`). "
+        "MB: growth of the resident memory over a run with T = 3 / what the method says it kept (`stats.peak_memory`). "
         "Heavy ball, one λ for each layer."
     )
     return Table(
