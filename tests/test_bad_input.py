@@ -405,3 +405,38 @@ class TestOtherThings:
     def test_a_complex_objective(self):
         with refused("outer", "complex"):
             ask(ridge(outer=lambda w, lam, b: (b[0] @ w).sum() * 1j))
+
+    @pytest.mark.parametrize(
+        "constraint", [bl.Box(torch.zeros(2, 3), 1.0), bl.Box({"a": 0}, 1), bl.Ball(1.0, {"a": torch.zeros(3)})]
+    )
+    def test_a_constraint_of_another_shape(self, constraint):
+        settings = {"dynamics": bl.GradientDescent(0.1), "steps": 1}
+        with refused("Box|Ball", "λ"):
+            bl.solve(ridge(), torch.zeros(3), bl.Task(data(), data(4)), constraint=constraint, **settings)
+
+    def test_an_optimiser_that_is_already_made(self):
+        made = torch.optim.Adam([torch.zeros(3, requires_grad=True)])
+        with refused("optimizer", "lambda params"):
+            bl.solve(
+                ridge(),
+                torch.zeros(3),
+                bl.Task(data(), data(4)),
+                dynamics=bl.GradientDescent(0.1),
+                steps=1,
+                optimizer=made,
+            )
+
+    def test_nan_in_a_later_minibatch(self):
+        x, y = data(12)
+        y[9] = float("nan")
+        with refused("step 4", "1 entries NaN", error=bl.DivergenceError):
+            ask(task=bl.Task(lambda t: (x[3 * t - 3 : 3 * t], y[3 * t - 3 : 3 * t]), data(4)), steps=4)
+
+    def test_a_learned_start_that_a_warm_start_ignores(self):
+        problem = bl.Problem(
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: lam,
+        )
+        with refused("the start", "start cold"):
+            ask(problem, torch.zeros(3), start=torch.ones(3))

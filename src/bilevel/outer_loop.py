@@ -117,8 +117,9 @@ def solve(
     >>> print(round(sol.outer.item(), 4), sol.outcome)
     1.0 Converged: the gradient norm fell to 0 ≤ 1e-06 at hyperiteration 1.
     """
-    _check(lam, iterations, start, patience, tasks, method)
+    _check(lam, iterations, start, patience, tasks, method, optimizer)
     constraint = as_constraint(constraint)
+    callbacks = [callbacks] if callable(callbacks) else callbacks
     loop = _Loop(
         problem, tasks, {"dynamics": dynamics, "steps": steps, "method": method, "allow_unused": allow_unused}, start
     )
@@ -321,7 +322,9 @@ class _Record:
         return Solution(lam, result.inner, float(result.value), history, outcome, result.stats)
 
 
-def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any, method: Any) -> None:
+def _check(
+    lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any, method: Any, optimizer: Any
+) -> None:
     check_lam(lam)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
@@ -331,6 +334,11 @@ def _check(lam: Tree, iterations: int, start: str, patience: int | None, tasks: 
         raise BilevelError(f"patience={patience} would stop at once; pass a number ≥ 1 or None.")
     if start == "online" and method == "auto":
         raise BilevelError("start='online' needs a method that can go on: pass Forward(), Reverse() or Truncated(k).")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise BilevelError(
+            "optimizer is an instance, but λ's leaves are made here. Pass a function, as in "
+            "optimizer=lambda params: torch.optim.Adam(params, lr=1e-2)."
+        )
     source = not isinstance(tasks, (Task, list, tuple))
     if source and not (callable(tasks) or isinstance(tasks, Iterator)):
         raise BilevelError(

@@ -33,6 +33,10 @@ class Ball(Constraint):
 
     def project(self, lam: Tree) -> Tree:
         center = trees.map(torch.zeros_like, lam) if self.center is None else self.center
+        if trees.flatten(center)[1] != trees.flatten(lam)[1]:
+            raise BilevelError(
+                f"Ball has the center {trees.describe(center)} for a λ of {trees.describe(lam)}. Pass a tree like λ."
+            )
         offset = trees.subtract(lam, center)
         distance = float(trees.norm(offset))
         if distance <= self.radius:

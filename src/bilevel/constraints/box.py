@@ -44,10 +44,13 @@ class Box(Constraint):
     def project(self, lam: Tree) -> Tree:
         leaves, spec = trees.flatten(lam)
         lows, highs = _bounds(self.low, lam), _bounds(self.high, lam)
-        return spec.unflatten(
-            leaf.clamp(as_like(low, leaf), as_like(high, leaf))
-            for leaf, low, high in zip(leaves, lows, highs, strict=True)
-        )
+        moved = [leaf.clamp(as_like(a, leaf), as_like(b, leaf)) for leaf, a, b in zip(leaves, lows, highs, strict=True)]
+        if any(new.shape != old.shape for new, old in zip(moved, leaves, strict=True)):
+            raise BilevelError(
+                f"Box has bounds that do not fit λ: they would turn {trees.describe(lam)} into "
+                f"{trees.describe(spec.unflatten(moved))}. Pass numbers, or tensors that broadcast to λ's shapes."
+            )
+        return spec.unflatten(moved)
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:

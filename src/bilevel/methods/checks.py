@@ -312,7 +312,9 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
         if parts:
             others = " and ".join(sorted(parts))
             advice = "Use Reverse() or Forward(), which differentiate the steps."
-            if name == "Truncated":
+            if process.start is not None and parts == {"the start"}:
+                advice = "init(λ) is not used when the run begins elsewhere: take it out of λ, or start cold."
+            elif name == "Truncated":
                 advice = "Use Reverse(), which differentiates all steps."
             raise BilevelError(
                 f"{name} cannot see λ{path}: it enters through {others} only, and {name} looks at "

@@ -27,6 +27,7 @@ def explain_divergence(process: Process) -> NoReturn:
             before = loss
             loss = float(bound.loss(t)(state[0]))
             if loss != loss or loss in (float("inf"), float("-inf")):
+                refuse_non_finite_data(f"step {t}", bound.task.batch(t))
                 _raise(process, start, t, before, f"the inner loss became {loss}")
             state = bound.step(state, t)
             if not trees.all_finite(state):

@@ -18,7 +18,8 @@ def central_differences(f: Callable[[Tree], Tensor], lam: Tree, step: float = 1e
     >>> [round(slope, 6) for slope in slopes.tolist()]
     [3.0, 12.0]
     """
-    leaves, spec = trees.flatten(trees.clone(lam))
+    values, spec = trees.flatten(lam)
+    leaves = [value.detach().clone(memory_format=torch.contiguous_format) for value in values]
     grads = [torch.zeros_like(leaf) for leaf in leaves]
     for leaf, grad in zip(leaves, grads, strict=True):
         for index in range(leaf.numel()):
