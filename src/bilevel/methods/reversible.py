@@ -25,9 +25,9 @@ LIMIT = 2**61
 
 @dataclass(frozen=True)
 class Reversible(Method):
-    """Reverse mode that stores no iterates: w and v are integers, a step is undone exactly, and only what momentum < 1
-    erases is kept.
+    """Reverse mode that stores no iterates: momentum dynamics in exact arithmetic, run backwards step by step.
 
+    w and v are integers, so a step can be undone exactly, and only what a momentum below 1 erases is kept.
     Undoing w ← w + v is a subtraction; undoing v ← γv needs the digits that the multiplication pushed out, log₂(1/γ)
     bits per weight (0.15 for γ = 0.9). They are collected in an integer per weight.
 

@@ -22,12 +22,12 @@ from bilevel.methods.spectral_functions import iterate
 
 @dataclass(frozen=True)
 class Spectral(Method):
-    """w_T = p_T(A) w_0 + q_T(A) b for L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ under gradient descent or heavy ball with constant
-    settings.
+    """w_T = p_T(A) w_0 + q_T(A) b for a quadratic inner objective ½⟨w, A w⟩ − ⟨b, w⟩: the cost is independent of T.
 
-    p_T and q_T are polynomials of the eigenvalues of A, for gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s.
-    The derivative in A is Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided differences p[sᵢ, sⱼ], which are computed without a
-    quotient, so that repeated or clustered eigenvalues and singular A are harmless.
+    For gradient descent and heavy ball with constant settings. p_T and q_T are polynomials of the eigenvalues of A, for
+    gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s. The derivative in A is Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided
+    differences p[sᵢ, sⱼ], which are computed without a quotient, so that repeated or clustered eigenvalues and singular
+    A are harmless.
 
     The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one
     eigendecomposition of A.

@@ -17,9 +17,9 @@ from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_bytes, gr
 
 @dataclass(frozen=True)
 class Truncated(Method):
-    """Algorithm 1 stopped after k of its T backward steps: memory for k iterates, an error that falls like the rate to
-    the power k.
+    """Algorithm 1 stopped after k of its T backward steps.
 
+    It keeps k iterates, and its error falls like the contraction rate to the power k.
     With k ≥ T it is `Reverse`, whose `group_bytes` it shares.
     """
 
