@@ -48,6 +48,8 @@ from .outer_loop import solve as solve
 from .problem import Problem as Problem
 from .problem import Task as Task
 from .tasks.cross_validation import CrossValidation as CrossValidation
+from .tasks.episodes import Episodes as Episodes
+from .tasks.episodes import EpisodeSampler as EpisodeSampler
 from .tasks.holdout import holdout as holdout
 from .tasks.minibatches import Minibatches as Minibatches
 

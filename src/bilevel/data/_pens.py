@@ -1,0 +1,161 @@
+"""Twenty people with a pen each: how a character's path becomes a drawing.
+
+A drawer has a slant, proportions, a pen and a steadiness that show in everything they draw; each drawing adds its own
+accidents. All randomness is the raw stream of a Philox generator, which is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bilevel.data import _skeletons
+from bilevel.data._scripts import Shape
+
+SIDE = 28
+WAVES = 5
+# Rounds of smoothing a drawer's corners get: from angular to sloppy.
+ROUNDS = (2, 5, 9, 14)
+
+
+class Dice:
+    """Random numbers from the raw stream of Philox, keyed by two numbers."""
+
+    def __init__(self, seed: int, stream: int) -> None:
+        self._bits = np.random.Philox(key=np.array([seed, stream], np.uint64))
+
+    def uniform(self, low: float, high: float, *shape: int) -> NDArray[np.float64]:
+        raw = self._bits.random_raw(int(np.prod(shape, dtype=np.int64)))
+        return low + (high - low) * ((np.asarray(raw, np.uint64) >> np.uint64(11)) * 2.0**-53).reshape(shape)
+
+    def bell(self, deviation: float, *shape: int) -> NDArray[np.float64]:
+        """Nearly normal, never beyond 3.5 deviations: the sum of four uniform numbers."""
+        return self.uniform(-1.0, 1.0, 4, *shape).sum(0) * (deviation * (3.0 / 4.0) ** 0.5)
+
+
+@dataclass
+class Drawers:
+    """The habits of `count` drawers, one array entry each."""
+
+    turn: NDArray[np.float64]
+    slant: NDArray[np.float64]
+    stretch: NDArray[np.float64]
+    size: NDArray[np.float64]
+    bend: NDArray[np.float64]
+    tremor: NDArray[np.float64]
+    looseness: NDArray[np.float64]
+    pen: NDArray[np.float64]
+    pressure: NDArray[np.float64]
+    rounding: NDArray[np.int64]
+    face: NDArray[np.int64]
+
+    @staticmethod
+    def hire(seed: int, count: int) -> Drawers:
+        dice = Dice(seed, 0)
+        return Drawers(
+            turn=dice.bell(0.05, count),
+            slant=dice.bell(0.14, count) + 0.06,
+            stretch=dice.bell(0.10, count),
+            size=dice.uniform(17.5, 22.0, count),
+            bend=dice.uniform(0.020, 0.045, count),
+            tremor=dice.uniform(0.003, 0.011, count),
+            looseness=dice.uniform(0.004, 0.022, count),
+            pen=dice.uniform(0.55, 1.10, count),
+            pressure=dice.uniform(0.05, 0.30, count),
+            rounding=dice.uniform(0, len(ROUNDS), count).astype(np.int64),
+            face=dice.uniform(0, 1000, count).astype(np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.turn)
+
+
+def draw(shapes: list[Shape], drawers: Drawers, dice: Dice) -> NDArray[np.uint8]:
+    """One drawing by each drawer, 28×28, ink = 255."""
+    images = np.empty((len(drawers), SIDE, SIDE), np.uint8)
+    smoothed: dict[tuple[int, int], NDArray[np.float64]] = {}
+    strokes = [_strokes(shape) for shape in shapes]
+    # A dot is what is left of a blob: it is pressed a little harder than a line.
+    dots = [np.bincount(shape.pairs.ravel(), minlength=len(shape.points)) == 0 for shape in shapes]
+    for d in range(len(drawers)):
+        # The first shape is the plainest one and gets a larger share.
+        choice = int(drawers.face[d]) % (len(shapes) + 1) % len(shapes)
+        at = (choice, int(drawers.rounding[d]))
+        if at not in smoothed:
+            smoothed[at] = _skeletons.smooth(shapes[choice].points, shapes[choice].pairs, ROUNDS[at[1]])
+        points = _hand(smoothed[at], strokes[choice], drawers, d, dice)
+        pen = np.where(dots[choice], 1.35, 1.0) * drawers.pen[d]
+        images[d] = _ink(points, pen, float(drawers.pressure[d]), dice)
+    return images
+
+
+def _strokes(shape: Shape) -> NDArray[np.int64]:
+    """The number of the stroke each point belongs to: strokes end where more than two links meet."""
+    count = len(shape.points)
+    degree = np.bincount(shape.pairs.ravel(), minlength=count)
+    plain = shape.pairs[(degree[shape.pairs] <= 2).all(axis=1)]
+    label = np.arange(count)
+    while True:
+        lower = label.copy()
+        np.minimum.at(lower, plain[:, 0], label[plain[:, 1]])
+        np.minimum.at(lower, plain[:, 1], label[plain[:, 0]])
+        lower = lower[lower]
+        if (lower == label).all():
+            return np.unique(label, return_inverse=True)[1].reshape(-1)
+        label = lower
+
+
+def _hand(
+    points: NDArray[np.float64], strokes: NDArray[np.int64], drawers: Drawers, d: int, dice: Dice
+) -> NDArray[np.float64]:
+    """Where drawer d's pen goes, in pixels."""
+    # Strokes set down a little beside where they belong, and a little too long or too short.
+    count = int(strokes.max()) + 1
+    sizes = np.bincount(strokes, minlength=count)
+    middle = np.stack([np.bincount(strokes, points[:, axis], count) for axis in (0, 1)], 1) / sizes[:, None]
+    loose = float(drawers.looseness[d])
+    offset, length = dice.bell(loose, count, 2), 1 + dice.bell(2 * loose, count, 1)
+    whole = (sizes > 6)[:, None]
+    offset, length = np.where(whole, offset, 0.3 * offset), np.where(whole, length, 1.0)
+    points = middle[strokes] + (points - middle[strokes]) * length[strokes] + offset[strokes]
+    points = points + _waves(points, float(drawers.bend[d]), 0.25, 0.75, dice)
+    points = points + _waves(points, float(drawers.tremor[d]), 1.5, 3.0, dice)
+    turn = float(drawers.turn[d]) + float(dice.bell(0.06, 1)[0])
+    slant = float(drawers.slant[d]) + float(dice.bell(0.05, 1)[0])
+    wide = float(np.exp(drawers.stretch[d] + dice.bell(0.06, 1)[0]))
+    size = float(drawers.size[d]) * (1 + float(dice.bell(0.05, 1)[0]))
+    x, y = points[:, 0] * wide - slant * points[:, 1], points[:, 1] / wide
+    x, y = np.cos(turn) * x - np.sin(turn) * y, np.sin(turn) * x + np.cos(turn) * y
+    drawn = np.stack([x, y], axis=1)
+    low, high = drawn.min(0), drawn.max(0)
+    # The drawing stays on the paper, and a slanted one does not shrink more than it must.
+    scale = min(size, (SIDE - 4) / float((high - low).max()))
+    room = np.maximum((SIDE - 3) - scale * (high - low), 0) / 2
+    shift = np.clip(dice.bell(1.0, 2), -room, room)
+    return (drawn - (low + high) / 2) * scale + SIDE / 2 + shift
+
+
+def _waves(
+    points: NDArray[np.float64], amplitude: float, slowest: float, fastest: float, dice: Dice
+) -> NDArray[np.float64]:
+    """A smooth random displacement: a few plane waves of random direction, length and phase."""
+    angle = dice.uniform(0, 2 * np.pi, WAVES)
+    speed = dice.uniform(2 * np.pi * slowest, 2 * np.pi * fastest, WAVES)
+    phase = dice.uniform(0, 2 * np.pi, WAVES)
+    reach = dice.bell(amplitude * (2 / WAVES) ** 0.5, WAVES, 2)
+    along = points[:, :1] * (speed * np.cos(angle)) + points[:, 1:] * (speed * np.sin(angle)) + phase
+    return (np.sin(along)[:, :, None] * reach).sum(1)
+
+
+def _ink(points: NDArray[np.float64], pen: NDArray[np.float64], pressure: float, dice: Dice) -> NDArray[np.uint8]:
+    """The pen's trace: a pixel is as dark as the nearest point of the path is close."""
+    phase = float(dice.uniform(0, 2 * np.pi, 1)[0])
+    wave = dice.uniform(-0.25, 0.25, 2)
+    radius = pen * (1 + pressure * np.sin(points[:, 0] * wave[0] + points[:, 1] * wave[1] + phase))
+    centres = np.arange(SIDE) + 0.5
+    dx2 = ((centres[:, None] - points[:, 0]) ** 2).astype(np.float32)
+    dy2 = ((centres[:, None] - points[:, 1]) ** 2).astype(np.float32)
+    depth = (radius.astype(np.float32) - np.sqrt(dy2[:, None, :] + dx2[None, :, :])).max(axis=2)
+    return np.rint(255 * np.clip(depth + 0.5, 0, 1)).astype(np.uint8)

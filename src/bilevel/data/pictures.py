@@ -1,0 +1,92 @@
+"""One picture from bytes to uint8, whatever its mode; an unreadable one is an error that names it."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from bilevel.errors import BilevelError
+
+Mode = Literal["L", "RGB"]
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm")
+# Only these decoders are run on what users bring.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+MAX_PIXELS = 64_000_000
+
+
+def read_picture(contents: bytes, name: str, mode: Mode, size: int | None = None) -> tuple[NDArray[np.uint8], str]:
+    """The picture as H×W×C and what it was converted from ("" when nothing was needed)."""
+    picture = open_picture(contents, name)
+    try:
+        picture, done = convert(picture, mode)
+        return to_array(picture, size), done
+    except (OSError, ValueError) as error:
+        raise BilevelError(
+            f"The image {name} cannot be converted to {mode}: {error}. Save it as an 8-bit PNG."
+        ) from error
+
+
+def open_picture(contents: bytes, name: str) -> Image.Image:
+    """The decoded picture; `name` is what the error calls it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            picture = Image.open(io.BytesIO(contents), formats=FORMATS)
+        if picture.width * picture.height > MAX_PIXELS:
+            raise ValueError(f"{picture.width}×{picture.height} is larger than {MAX_PIXELS:,} pixels")
+        picture.load()
+        return picture
+    except UnidentifiedImageError:
+        reason = "it is no picture of a known kind" if contents else "the file is empty"
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
+        reason = str(error)
+    raise BilevelError(
+        f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(FORMATS)} are read)."
+    )
+
+
+def convert(picture: Image.Image, mode: Mode) -> tuple[Image.Image, str]:
+    """The picture as 8-bit gray or colour, upright, and what had to be done for it ("" for nothing).
+
+    Transparent pixels become white; 16-bit values are divided by 257, so that black stays 0 and white becomes 255.
+    """
+    turned = ImageOps.exif_transpose(picture)
+    was = turned.mode
+    done = ""
+    if was.startswith("I"):
+        turned, done = _eight_bits(turned), "16-bit"
+    elif was == "F":
+        numbers = np.asarray(turned)
+        if not np.isfinite(numbers).all() or numbers.min() < 0 or numbers.max() > 1:
+            raise ValueError("its floating-point values are not within [0, 1]")
+        turned, done = Image.fromarray(np.rint(numbers * 255).astype(np.uint8)), "floating-point"
+    elif was in ("RGBA", "LA", "PA", "RGBa", "La") or (was == "P" and "transparency" in turned.info):
+        layer = turned.convert("RGBA")
+        turned = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+        done = "transparent (onto white)"
+    elif was == "P":
+        done = "palette"
+    elif was not in ("1", mode) and mode == "RGB":
+        # Colour to gray is not mentioned: whoever passes mode="L" asked for it.
+        done = {"L": "grayscale"}.get(was, was)
+    return (turned if turned.mode == mode else turned.convert("RGB").convert(mode)), done
+
+
+def to_array(picture: Image.Image, size: int | None = None) -> NDArray[np.uint8]:
+    """H×W×C; with a size, the largest centred square scaled to size×size."""
+    if size is not None and picture.size != (size, size):
+        picture = ImageOps.fit(picture, (size, size), Image.Resampling.BILINEAR)
+    array = np.asarray(picture, dtype=np.uint8)
+    return array[:, :, None] if array.ndim == 2 else array
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    numbers: NDArray[Any] = np.asarray(picture).astype(np.int64)
+    if numbers.min() < 0 or numbers.max() > 65535:
+        raise ValueError("its integer values are not within 0…65535")
+    return Image.fromarray(((numbers + 128) // 257).astype(np.uint8))
