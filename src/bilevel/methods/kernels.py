@@ -41,10 +41,12 @@ def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -
     # Tracing tells inputs apart by identity, so every one of them must be a tensor of its own.
     inputs = [x.clone() for x in inputs]
     # Imported here because it takes as long as importing torch does.
+    from torch import _inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
-        kernel: Kernel = torch.compile(make_fx(function)(*inputs), dynamic=False)
+        # The graph is traced already; inductor compiles it without the guards that torch.compile would check each time.
+        kernel: Kernel = _inductor.compile(make_fx(function)(*inputs), inputs)
         with torch.no_grad():
             kernel(*inputs)
     except BilevelError:

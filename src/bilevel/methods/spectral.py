@@ -91,7 +91,7 @@ class Spectral(Method):
 
 @dataclass(frozen=True)
 class Found:
-    """f_T, the leaves of w_T, the gradient of f_T in the variables, and how far ∇L is from A w − b at w_0 and w_T."""
+    """f_T, the leaves of w_T, the gradient of f_T in the variables, and how far ∇L is from A w − b at w_T."""
 
     value: Tensor
     leaves: list[Tensor]
@@ -111,7 +111,7 @@ def _gradients(bound: Bound, variables: list[Tensor], steps: int, axis: int | No
     with torch.no_grad():
         result = iterate(quadratic.matrix, quadratic.target, w0, lr, momentum, steps, plain)
         points = layout.unpack(result.w)
-        misfit = _misfit(bound, quadratic, w0.detach(), result.w)
+        misfit = _misfit(bound, quadratic, result.w)
     value, alpha, direct, _ = outer_gradients(bound, variables, (quadratic.spec.unflatten(points), ()))
 
     learned = any(setting.requires_grad for setting in settings)
@@ -126,25 +126,21 @@ def _gradients(bound: Bound, variables: list[Tensor], steps: int, axis: int | No
     return Found(value, points, [accumulate(d, p) for d, p in zip(direct, parts, strict=True)], misfit)
 
 
-def _misfit(bound: Bound, quadratic: Quadratic, *points: Tensor) -> Tensor:
-    """How far the gradient of the inner objective is from A w − b at given w, relative to its size there."""
-    worst = []
-    for w in points:
-        predicted = quadratic.matrix @ w - quadratic.target
-        true = quadratic.layout.pack(
-            trees.leaves(gradient(bound.loss(1), quadratic.spec.unflatten(quadratic.layout.unpack(w))))
-        )
-        scale = (quadratic.matrix.abs() @ w.abs() + quadratic.target.abs()).amax()
-        worst.append((true - predicted).abs().amax() / scale.clamp_min(torch.finfo(w.dtype).tiny))
-    return torch.stack(worst).amax()
+def _misfit(bound: Bound, quadratic: Quadratic, w: Tensor) -> Tensor:
+    """How far the gradient of the inner objective at w is from A w − b, relative to the terms that make it up."""
+    matrix, target, layout = quadratic.matrix.detach(), quadratic.target.detach(), quadratic.layout
+    slope = gradient(bound.loss(1), quadratic.spec.unflatten(layout.unpack(w)))
+    error = layout.pack(trees.leaves(slope)) - (matrix @ w - target)
+    scale = (matrix.abs() @ w.abs() + target.abs()).amax()
+    return error.abs().amax() / scale.clamp_min(torch.finfo(w.dtype).tiny)
 
 
 def _refuse_unless_exact(found: Found) -> None:
-    """The one check that is made at every call: at the ends of the run L is the quadratic that was solved."""
+    """The one check that is made at every call: at the end of the run L is the quadratic that it had at the start."""
     if not found.misfit <= tolerance_of(found.misfit) and bool(torch.isfinite(found.value)):
         raise BilevelError(
-            "Spectral needs an inner objective that is quadratic in w, but at w_0 or w_T the gradient of this one is "
-            f"{float(found.misfit):.2g} (relative) away from that of the quadratic around 0. Use Reverse(), or "
+            "Spectral needs an inner objective that is quadratic in w, but at w_T the gradient of this one is "
+            f"{float(found.misfit):.2g} (relative) away from that of its quadratic at w_0. Use Reverse(), or "
             "Implicit() once the inner problem converges."
         )
 
@@ -188,15 +184,17 @@ class Quadratic:
         """A and b as differentiable functions of the variables."""
         leaves, spec = trees.flatten(bound.start()[0])
         layout = Layout(leaves, axis)
-        zero = [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
-        slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(zero)))
+        # Taken at w_0, so that comparing gradients at w_T alone covers both ends of the run.
+        points = [leaf.detach().requires_grad_() for leaf in leaves]
+        slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(points)))
         # Different unit vectors go into different columns, so ⌈rows/width⌉ products give all of A.
         count = math.ceil(layout.rows / layout.width)
-        units = torch.eye(layout.rows, count * layout.width, dtype=zero[0].dtype, device=zero[0].device)
+        units = torch.eye(layout.rows, count * layout.width, dtype=points[0].dtype, device=points[0].device)
         directions = layout.unpack(units.reshape(layout.rows, count, layout.width).transpose(0, 1))
-        image = layout.pack(_products(slope, zero, directions), batched=True)
+        image = layout.pack(_products(slope, points, directions), batched=True)
         matrix = image.transpose(0, 1).reshape(layout.rows, -1)[:, : layout.rows]
-        return Quadratic(matrix, -layout.pack(slope), spec, layout, count)
+        target = matrix @ layout.pack([point.detach() for point in points]) - layout.pack(slope)
+        return Quadratic(matrix, target, spec, layout, count)
 
 
 @dataclass(frozen=True)
