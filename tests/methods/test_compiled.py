@@ -47,6 +47,17 @@ def test_spectral():
     fast, slow = gradients(example, bl.HeavyBall(0.2, 0.5), 40, bl.Spectral(compiled=True))
     assert relative_error(fast.grad, slow.grad) < 1e-10 and relative_error(fast.inner, slow.inner) < 1e-10
     assert torch.allclose(fast.value, slow.value, rtol=1e-10)
+    x, y = example.task.train
+    strided = bl.Task((x.T.contiguous().T, y), example.task.val)
+    again = bl.hypergradient(
+        example.problem,
+        example.lam,
+        strided,
+        dynamics=bl.HeavyBall(0.2, 0.5),
+        steps=40,
+        method=bl.Spectral(compiled=True),
+    )
+    assert relative_error(again.grad, slow.grad) < 1e-10
 
 
 def test_a_step_that_branches_on_t_is_refused():

@@ -39,16 +39,16 @@ def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -
     Whatever may change from call to call must be an input; Python numbers are baked in.
     """
     # Tracing tells inputs apart by identity, so every one of them must be a tensor of its own.
-    inputs = [x.clone() for x in inputs]
+    samples: list[Any] = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]
     # Imported here because it takes as long as importing torch does.
     from torch import _inductor
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
         # The graph is traced already; inductor compiles it without the guards that torch.compile would check each time.
-        kernel: Kernel = _inductor.compile(make_fx(function)(*inputs), inputs)
+        compiled: Any = _inductor.compile(make_fx(function)(*samples), samples)
         with torch.no_grad():
-            kernel(*inputs)
+            compiled(*samples)
     except BilevelError:
         raise
     except Exception as error:
@@ -58,7 +58,8 @@ def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -
             "schedules must be arithmetic in t (no `if t < 10`, no indexing with t), and a C++ compiler must be "
             f"installed. Use {instead}."
         ) from error
-    return kernel
+    # Compiled code is for one memory layout.
+    return lambda *args: compiled(*(x.contiguous() for x in args))
 
 
 def _identity(source: Any) -> Any:
