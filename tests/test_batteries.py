@@ -5,6 +5,7 @@ import torch
 
 import bilevel as bl
 from bilevel import constraints, dynamics, linear_solvers, methods, testing
+from bilevel.methods.process import Process
 from bilevel.testing.batteries import exact_methods
 from bilevel.testing.problems import examples
 
@@ -55,6 +56,13 @@ def test_the_folders_hold_what_the_paper_and_the_peers_need():
     )
     assert {"CG", "Neumann", "FixedPoint", "Nystrom", "Direct"} <= set(linear_solvers.find())
     assert {"Box", "NonNegative", "Simplex", "Ball", "PerLeaf"} <= set(constraints.find())
+
+
+@pytest.mark.parametrize("example", instances(methods.find))
+def test_what_a_method_says_of_itself_is_what_it_sees(example):
+    quadratic = examples()[0]
+    process = Process(quadratic.problem, quadratic.lam, quadratic.task, bl.GradientDescent(0.1), 5)
+    assert example.sees_dynamics == ("the dynamics" in example.sees(process))
 
 
 @pytest.mark.parametrize("method", exact_methods(), ids=str)

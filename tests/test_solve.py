@@ -196,6 +196,38 @@ class TestOnline:
         assert rest.t == 9
         assert relative_error(rest.inner, whole.inner) < 1e-12 and relative_error(rest.grad, whole.grad) < 1e-12
 
+    def test_real_time_forward_against_the_recursion_written_out(self):
+        """Z ← J Z + B goes on while λ changes underneath it (Franceschi et al., 2017)."""
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(30, 4, generator=generator), torch.randn(30, generator=generator)
+        problem = bl.Problem(
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam.exp() * w**2).sum(),
+            lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            lambda lam: torch.zeros(4),
+        )
+        train, val = (x[:15], y[:15]), (x[15:], y[15:])
+
+        def phi(w, lam):
+            return w - 0.1 * (2 * train[0].T @ (train[0] @ w - train[1]) / 15 + 2 * lam.exp() * w)
+
+        lam, w, z, values = torch.zeros(4), torch.zeros(4), torch.zeros(4, 4), []
+        for _ in range(12):
+            for _ in range(3):
+                z = torch.func.jacrev(phi, 0)(w, lam) @ z + torch.func.jacrev(phi, 1)(w, lam)
+                w = phi(w, lam)
+            values.append(float(((val[0] @ w - val[1]) ** 2).mean()))
+            lam = lam - 2.0 * z.T @ (2 * val[0].T @ (val[0] @ w - val[1]) / 15)
+        settings = {"dynamics": bl.GradientDescent(0.1), "steps": 3, "method": bl.Forward(), "iterations": 12}
+        sol = bl.solve(
+            problem,
+            torch.zeros(4),
+            bl.Task(train, val),
+            start="online",
+            optimizer=lambda p: torch.optim.SGD(p, lr=2.0),
+            **settings,
+        )
+        assert np.allclose(sol.history["value"], values, rtol=1e-12)
+
     def test_truncated_reverse_sees_the_last_window(self):
         example = examples()[1]
         base, start = example.problem, example.lam["start"]

@@ -1,0 +1,98 @@
+"""Bad input that comes late: in a second call, from encode, in what surrounds the problem."""
+
+import itertools
+
+import pytest
+import torch
+
+import bilevel as bl
+from asking import ask, data, learned_start, refused, ridge
+
+
+class TestASecondCall:
+    """The checks are remembered for a problem; what another task brings is still noticed."""
+
+    def test_nan_in_another_task(self):
+        problem = ridge()
+        ask(problem)
+        x, y = data()
+        y[3] = float("inf")
+        with refused("inner", "1 entries NaN", r"\[3\]", error=bl.DivergenceError):
+            ask(problem, task=bl.Task((x, y), data(4)))
+
+    def test_another_dtype(self):
+        problem = ridge()
+        ask(problem)
+        with refused("inner", "float32"):
+            ask(problem, task=bl.Task(data(dtype=torch.float32), data(4)))
+
+    def test_a_stateful_sampler_after_a_pure_one(self):
+        problem = ridge()
+        x, y = data(12)
+        ask(problem, task=bl.Task(lambda t: (x[t : t + 4], y[t : t + 4]), data(4)))
+        calls = iter(range(1000))
+        with refused("not a pure function of t"):
+            ask(problem, task=bl.Task(lambda t: (x[(i := next(calls) % 8) : i + 4], y[i : i + 4]), data(4)))
+
+    def test_a_sampler_that_cycles_through_two_batches(self):
+        batches = itertools.cycle([data(5), data(4)])
+        with refused("not a pure function of t"):
+            ask(task=bl.Task(lambda t: next(batches), data(4)))
+
+
+class TestEncode:
+    def test_that_does_not_return_a_task(self):
+        with refused("encode", "Task"):
+            ask(ridge(encode=lambda lam, task: (task.train, task.val)))
+
+    def test_that_fails(self):
+        with refused("encode failed", "RuntimeError"):
+            ask(ridge(encode=lambda lam, task: bl.Task(task.train[0] @ torch.zeros(7, 7), task.val)))
+
+
+class TestOtherThings:
+    def test_a_module_as_lam(self):
+        with refused("nn.Module", "functional"):
+            ask(lam=torch.nn.Linear(3, 1))
+
+    def test_a_start_that_is_no_tensor(self):
+        with refused("start", "float"):
+            ask(ridge(init=lambda lam: 0.0))
+
+    def test_a_function_of_lam_that_fails(self):
+        with refused("dynamics", "IndexError"):
+            ask(dynamics=lambda lam: bl.GradientDescent(lam[7]))
+
+    def test_a_complex_objective(self):
+        with refused("outer", "complex"):
+            ask(ridge(outer=lambda w, lam, b: (b[0] @ w).sum() * 1j))
+
+    @pytest.mark.parametrize(
+        "constraint", [bl.Box(torch.zeros(2, 3), 1.0), bl.Box({"a": 0}, 1), bl.Ball(1.0, {"a": torch.zeros(3)})]
+    )
+    def test_a_constraint_of_another_shape(self, constraint):
+        settings = {"dynamics": bl.GradientDescent(0.1), "steps": 1}
+        with refused("Box|Ball", "λ"):
+            bl.solve(ridge(), torch.zeros(3), bl.Task(data(), data(4)), constraint=constraint, **settings)
+
+    def test_an_optimiser_that_is_already_made(self):
+        made = torch.optim.Adam([torch.zeros(3, requires_grad=True)])
+        with refused("optimizer", "lambda params"):
+            bl.solve(
+                ridge(),
+                torch.zeros(3),
+                bl.Task(data(), data(4)),
+                dynamics=bl.GradientDescent(0.1),
+                steps=1,
+                optimizer=made,
+            )
+
+    def test_nan_in_a_later_minibatch(self):
+        x, y = data(12)
+        y[9] = float("nan")
+        with refused("step 4", "1 entries NaN", error=bl.DivergenceError):
+            ask(task=bl.Task(lambda t: (x[3 * t - 3 : 3 * t], y[3 * t - 3 : 3 * t]), data(4)), steps=4)
+
+    def test_a_learned_start_that_a_warm_start_ignores(self):
+        with refused("the start", "start cold"):
+            ask(learned_start(), torch.zeros(3), start=torch.ones(3))
