@@ -1,0 +1,180 @@
+"""Hyper-representations (Sections 2.2 and 4): λ is the representation, w a linear classifier for every episode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.dynamics.gradient_descent import GradientDescent
+from bilevel.errors import BilevelError
+from bilevel.hypergradients import hypergradient
+from bilevel.methods.base import Method
+from bilevel.methods.reverse import Reverse
+from bilevel.models import batch_norm, heads
+from bilevel.problem import Problem, Task
+
+Batch = tuple[Tensor, Tensor]
+
+
+class HyperRepresentation:
+    """h_λ learned such that T gradient steps from zero on a few examples make a good classifier of its features.
+
+    For an episode with support set S and query set Q
+
+        L(w, λ) = mean over S of cross-entropy(h_λ(x)ᵀw, y) + l2/2 ‖w‖²,   w_0 = 0,   T steps of gradient descent
+        E(w, λ) = mean over Q of cross-entropy(h_λ(x)ᵀw, y)
+
+    and f_T is the mean of E(w_T, λ) over a meta-batch of episodes (Algorithm 1). The features are computed and
+    differentiated once (`Problem.encode`), and the classifiers of several episodes take their steps together.
+
+    Args:
+        module: h, from images N×C×H×W to features N×F. It is copied. λ is all its parameters. Its batch norms follow
+            `batch_norm`; everything else runs as in evaluation, so dropout is off.
+        shape: (C, H, W) of the images.
+        steps: T.
+        inner_lr: the step size of the inner gradient descent.
+        l2: makes L strongly convex, as the theory asks; the paper's experiments have 0.
+        batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
+        chunk: episodes whose features are in memory at once.
+        method: how ∇f_T is computed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: tuple[int, int, int],
+        *,
+        steps: int = 5,
+        inner_lr: float = 0.1,
+        l2: float = 0.0,
+        batch_norm: batch_norm.Mode = "episode",
+        chunk: int = 4,
+        method: Method | None = None,
+    ) -> None:
+        self.module = _frozen_copy(module)
+        self.shape, self.steps, self.inner_lr, self.l2, self.chunk = tuple(shape), steps, inner_lr, l2, chunk
+        self.method = method if method is not None else Reverse()
+        self.norms = _layers(self.module)
+        self.batch_norm: batch_norm.Mode = _legal_mode(batch_norm)
+        self.lam = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+        self.features = self._count_features()
+        self.problem: Callable[[int, int], Problem] = lru_cache(None)(self._problem)
+
+    # ------------------------------------------------------------------------------------------- the problem
+
+    @property
+    def dynamics(self) -> GradientDescent:
+        return GradientDescent(self.inner_lr)
+
+    def represent(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
+        """h_λ of images, with the constant feature of the bias at the end."""
+        features = torch.func.functional_call(self.module, lam, (images,))
+        return heads.with_one(features)
+
+    def represent_sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, training: bool) -> Batch:
+        """The features of a support and a query set; batch norm decides what one may know of the other."""
+        if self.batch_norm == "support" and self.norms:
+            with batch_norm.using(self.norms, "keep"):
+                known = self.represent(lam, support)
+            with batch_norm.using(self.norms, "kept"):
+                return known, self.represent(lam, query)
+        with batch_norm.using(self.norms, "running" if self.batch_norm == "running" and not training else "own"):
+            return self.represent(lam, support), self.represent(lam, query)
+
+    def _problem(self, episodes: int, ways: int) -> Problem:
+        """The bilevel problem of so many episodes, stacked: one task whose w holds a classifier for each."""
+
+        def encode(lam: dict[str, Tensor], task: Task) -> Task:
+            (images, labels), (queries, answers) = task.train, task.val
+            sets = [self.represent_sets(lam, *pair, training=True) for pair in zip(images, queries, strict=True)]
+            support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+            return Task((support, labels), (query, answers))
+
+        def inner(w: Tensor, lam: Any, batch: Batch) -> Tensor:
+            loss = heads.cross_entropy(w, *batch)
+            return loss + self.l2 / 2 * w.square().sum() if self.l2 else loss
+
+        def outer(w: Tensor, lam: Any, batch: Batch) -> Tensor:
+            return heads.cross_entropy(w, *batch) / episodes
+
+        def init(lam: dict[str, Tensor]) -> Tensor:
+            return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
+
+        return Problem(inner, outer, init, encode)
+
+    # ------------------------------------------------------------------------------------------- learning
+
+    def hypergradient(self, episodes: Task) -> tuple[Tensor, dict[str, Tensor]]:
+        """f_T(λ) and ∇f_T(λ), means over the stacked episodes."""
+        (images, labels), (queries, answers) = episodes.train, episodes.val
+        value, total = torch.zeros(()), None
+        for part in zip(*(x.split(self.chunk) for x in (images, labels, queries, answers)), strict=True):
+            task = Task((part[0], part[1]), (part[2], part[3]))
+            result = hypergradient(
+                self.problem(len(part[0]), int(labels.max()) + 1),
+                self.lam,
+                task,
+                dynamics=self.dynamics,
+                steps=self.steps,
+                method=self.method,
+            )
+            share = len(part[0]) / len(images)
+            value = value + share * result.value
+            if total is None:
+                total = {name: share * g for name, g in result.grad.items()}
+            else:
+                for name, g in result.grad.items():
+                    total[name].add_(g, alpha=share)
+        assert total is not None
+        return value, total
+
+    @torch.no_grad()
+    def accuracies(self, episodes: Task, steps: int) -> Tensor:
+        """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
+        (images, labels), (queries, answers) = episodes.train, episodes.val
+        sets = [self.represent_sets(self.lam, *pair, training=False) for pair in zip(images, queries, strict=True)]
+        support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+        columns = []
+        for w in self.iterates(support, labels, int(labels.max()) + 1, steps):
+            columns.append(heads.accuracy(w, query, answers))
+        return torch.stack(columns, 1)
+
+    @torch.no_grad()
+    def iterates(self, features: Tensor, labels: Tensor, ways: int, steps: int) -> Any:
+        """w_1, w_2, …, w_steps for stacked features."""
+        problem = self.problem(len(features), ways)
+        w, state = problem.init(self.lam), ()
+        for t in range(1, steps + 1):
+            w, state = self.dynamics.step(lambda v: problem.inner(v, None, (features, labels)), w, state, t)
+            yield w
+
+    def _count_features(self) -> int:
+        with torch.no_grad():
+            image = next(iter(self.lam.values())).new_zeros((2, *self.shape))
+            features = self.represent(self.lam, image)
+        if features.ndim != 2:
+            raise BilevelError(
+                f"The module maps images {list(image.shape)} to {list(features.shape[:-1])}…; it must return N×F "
+                "features. End it with nn.Flatten()."
+            )
+        return features.shape[1]
+
+
+def _frozen_copy(module: nn.Module) -> nn.Module:
+    ours = batch_norm.converted(copy.deepcopy(module)).eval()
+    return ours.requires_grad_(False).to(memory_format=torch.channels_last)
+
+
+def _layers(module: nn.Module) -> dict[str, batch_norm.BatchNorm]:
+    return batch_norm.layers(module)
+
+
+def _legal_mode(mode: Any) -> Any:
+    if mode not in batch_norm.MODES:
+        raise BilevelError(f"batch_norm={mode!r} is unknown; pass one of {', '.join(map(repr, batch_norm.MODES))}.")
+    return mode

@@ -1,0 +1,44 @@
+"""Representations h_λ and linear heads: one file per network, found by walking this folder.
+
+A file is a network when it has a function `build(channels)` that returns an `nn.Module` from images N×C×H×W to features
+N×F. Its name on the command line is the file's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import torch
+from torch import nn
+
+from bilevel import discovery
+from bilevel.errors import BilevelError
+
+
+def find() -> list[str]:
+    """The names of the networks.
+
+    >>> find()
+    ['c4l', 'omniglot-net', 'rn']
+    """
+    found = (importlib.import_module(name) for name in discovery.modules(sys.modules[__name__]))
+    return [_public(module.__name__) for module in found if hasattr(module, "build")]
+
+
+def build(name: str, channels: int, seed: int = 0) -> nn.Module:
+    """The network of that name for images with so many channels, its weights drawn with the seed.
+
+    >>> sum(p.numel() for p in build("omniglot-net", channels=1).parameters())
+    111424
+    """
+    if name not in find():
+        raise BilevelError(f"There is no network {name!r}; pass one of {', '.join(find())}, or an nn.Module of your own.")
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return module.build(channels)
+
+
+def _public(name: str) -> str:
+    return name.rsplit(".", 1)[1].replace("_", "-")

@@ -1,0 +1,123 @@
+"""Batch norm whose statistics are an explicit choice, because scores depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Mode = Literal["episode", "support", "running"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+MEANING = {
+    "episode": "each set by its own statistics, so queries are classified together (transductive)",
+    "support": "the query set by the support set's statistics, so each query stands for itself",
+    "running": "by averages kept in training, so every image stands for itself",
+}
+
+Statistics = tuple[Tensor, Tensor]
+
+
+class BatchNorm(nn.Module):
+    """y = (x − mean)/√(var + eps) · weight + bias over all axes but channels.
+
+    What it normalises by is set from outside, by `using`: "own" is the statistics of the batch at hand; "keep" the same,
+    which are then remembered with their graph; "kept" those remembered; "running" the averages.
+
+    Args:
+        channels: their number.
+        scale: whether there is a learned weight; the paper's networks have none.
+        eps: added to the variance.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    _ones: Tensor
+
+    def __init__(self, channels: int, *, scale: bool = False, eps: float = 1e-3) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels)) if scale else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("_ones", torch.ones(channels), persistent=False)
+        self.by = "own"
+        self.kept: Statistics | None = None
+        self.seen: list[Statistics] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by == "kept":
+            assert self.kept is not None
+            return self._affine(x, *self.kept)
+        if self.by == "keep":
+            self.kept = statistics(x)
+            return self._affine(x, *self.kept)
+        if self.seen is not None:
+            with torch.no_grad():
+                self.seen.append(statistics(x))
+        # torch's kernel wants a weight wherever it is given a bias.
+        weight = self._ones if self.weight is None and self.bias is not None else self.weight
+        if self.by == "running":
+            return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, False, 0.0, self.eps)
+        return F.batch_norm(x, None, None, weight, self.bias, True, 0.0, self.eps)
+
+    def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        scale = torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        shift = -mean * scale
+        if self.bias is not None:
+            shift = shift + self.bias
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        return x * scale.view(shape) + shift.view(shape)
+
+
+def statistics(x: Tensor) -> Statistics:
+    """Mean and (biased) variance of every channel, as batch norm normalises by them."""
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    var, mean = torch.var_mean(x, axes, correction=0)
+    return mean, var
+
+
+def layers(module: nn.Module) -> dict[str, BatchNorm]:
+    """The batch norms of a converted module, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
+
+
+@contextmanager
+def using(norms: dict[str, BatchNorm], by: str) -> Iterator[None]:
+    """All layers normalise by this until the end of the block."""
+    for layer in norms.values():
+        layer.by = by
+    try:
+        yield
+    finally:
+        for layer in norms.values():
+            layer.by = "own"
+
+
+def converted(module: nn.Module) -> nn.Module:
+    """The module with torch's batch norms replaced by ours, in place; parameters keep their names and values.
+
+    >>> net = converted(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    >>> [name for name, _ in net.named_parameters()]
+    ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return _ours(module)
+    for name, child in module.named_children():
+        setattr(module, name, converted(child))
+    return module
+
+
+def _ours(theirs: nn.modules.batchnorm._BatchNorm) -> BatchNorm:
+    ours = BatchNorm(theirs.num_features, scale=theirs.affine, eps=theirs.eps)
+    ours.weight, ours.bias = theirs.weight, theirs.bias
+    if theirs.running_mean is not None and theirs.running_var is not None:
+        ours.running_mean.copy_(theirs.running_mean)
+        ours.running_var.copy_(theirs.running_var)
+    return ours

@@ -1,0 +1,37 @@
+"""Multinomial logistic regression for many episodes at once: batched matrix products.
+
+Features are episodes × examples × F with a last feature that is always 1, so that a head is one matrix F × classes and
+its bias is the last row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def with_one(features: Tensor) -> Tensor:
+    """The features with the constant 1 appended, for the bias."""
+    return F.pad(features, (0, 1), value=1.0)
+
+
+def zeros(episodes: int, features: int, ways: int, like: Tensor) -> Tensor:
+    """Heads at zero, where the paper starts them; `features` counts the constant."""
+    return like.new_zeros((episodes, features, ways))
+
+
+def cross_entropy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy of every episode, added up over episodes: each head gets the gradient of its own.
+
+    >>> phi, labels = torch.ones(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    >>> round(float(cross_entropy(torch.zeros(2, 4, 5), phi, labels)), 4)  # 2 log 5
+    3.2189
+    """
+    logits = torch.bmm(features, heads)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.shape[1]
+
+
+def accuracy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """The share of right answers in every episode."""
+    return (torch.bmm(features, heads).argmax(2) == labels).double().mean(1)
