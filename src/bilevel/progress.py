@@ -18,7 +18,7 @@ def outer_progress(total: int, show: bool | None) -> Iterator[Callable[[int, flo
 
 
 @contextmanager
-def bar(title: str, total: int, detail: str = "") -> Iterator[Callable[..., None]]:
+def bar(title: str, total: int, detail: str = "", done: int = 0, **start: str) -> Iterator[Callable[..., None]]:
     """A bar on standard error; `advance(done, **fields)` moves it, with `fields` filling in `detail`."""
     from rich.console import Console
     from rich.progress import (
@@ -33,5 +33,5 @@ def bar(title: str, total: int, detail: str = "") -> Iterator[Callable[..., None
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn(detail)] if detail else []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=total, value="…")
+        task = progress.add_task(title, total=total, completed=done, value="…", **start)
         yield lambda done, **fields: progress.update(task, completed=done, **fields)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -106,6 +107,42 @@ class HyperRepresentation:
             return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
 
         return Problem(inner, outer, init, encode)
+
+    # ------------------------------------------------------------------------------------------- its state
+
+    @contextmanager
+    def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use these weights inside the block."""
+        before = self.lam
+        self.lam = {name: weights[name] for name in before}
+        try:
+            yield
+        finally:
+            self.lam = before
+
+    def running(self) -> list[Tensor]:
+        """The running averages of batch norm, where they are in use: means and variances, layer by layer."""
+        if self.batch_norm != "running":
+            return []
+        return [buffer for layer in self.norms.values() for buffer in (layer.running_mean, layer.running_var)]
+
+    @contextmanager
+    def watching(self) -> Iterator[Callable[[], list[Tensor]]]:
+        """Inside the block, note the statistics of every normalised set; the function returns their means."""
+        watched = self.norms.values() if self.batch_norm == "running" else ()
+        for layer in watched:
+            layer.seen = []
+        seen: list[Tensor] = []
+        yield lambda: seen
+        for layer in watched:
+            means, variances = zip(*(layer.seen or ()), strict=True)
+            seen += [torch.stack(means).mean(0), torch.stack(variances).mean(0)]
+            layer.seen = None
+
+    def with_running(self, lam: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """λ and, where they are in use, batch norm's running averages, by name."""
+        names = [f"{name}.running_{kind}" for name in self.norms for kind in ("mean", "var")]
+        return {**lam, **dict(zip(names, self.running(), strict=False))}
 
     # ------------------------------------------------------------------------------------------- learning
 

@@ -1,0 +1,66 @@
+"""How good a learner is: accuracy over many episodes, with its 95 % interval, for every number of inner steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import BilevelError
+from bilevel.problem import Task
+from bilevel.tasks.episodes import Episodes
+from bilevel.training.distributed import World
+
+# Episodes drawn and classified at a time; it bounds memory and does not change the result.
+GROUP = 20
+
+
+class Learner(Protocol):
+    """What can be judged: it takes stacked episodes and says how often it is right after 1…steps inner steps."""
+
+    def accuracies(self, episodes: Task, steps: int) -> Tensor:
+        """Episodes × steps."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean accuracy after every number of steps 1…T, and the half-width of its 95 % interval, 1.96·std/√episodes."""
+
+    means: tuple[float, ...]
+    intervals: tuple[float, ...]
+    episodes: int
+
+    @property
+    def best_steps(self) -> int:
+        """The number of steps with the highest mean; the smallest of equals."""
+        return 1 + max(range(len(self.means)), key=lambda i: (self.means[i], -i))
+
+
+def judge(
+    learner: Learner,
+    episodes: Episodes,
+    count: int,
+    steps: int,
+    world: World | None = None,
+    report: Callable[[int], None] = lambda done: None,
+) -> Score:
+    """Accuracies on episodes 0…count − 1 of the stream."""
+    if count < 2:
+        raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
+    world = world or World()
+    table = torch.zeros(count, steps, dtype=torch.float64)
+    done = 0
+    for group in world.share(_groups(count)):
+        table[group.start : group.stop] = learner.accuracies(episodes.batch(group), steps)
+        done += len(group)
+        report(done * world.size)
+    (table,) = world.sum([table])
+    means, deviations = table.mean(0), table.std(0)
+    return Score(tuple(means.tolist()), tuple((1.96 * deviations / count**0.5).tolist()), count)
+
+
+def _groups(count: int) -> Sequence[range]:
+    return [range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]

@@ -1,0 +1,45 @@
+"""The states of a run from which it can go on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bilevel.errors import BilevelError
+from bilevel.training.files import read_tensors, write_tensors
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """A folder of states, named by hyperiteration. The last two are kept, so that one may be damaged."""
+
+    folder: Path
+    keep: int = 2
+
+    def write(self, iteration: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        self.folder.mkdir(exist_ok=True)
+        write_tensors(self.folder / f"{iteration:09d}.safetensors", tensors, {"iteration": iteration, **facts})
+        for old in self.files()[: -self.keep]:
+            with contextlib.suppress(OSError):
+                old.unlink()
+
+    def newest(self, report: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest state that can be read, or None if there is none at all; damaged ones are reported."""
+        files = self.files()
+        for file in reversed(files):
+            try:
+                return read_tensors(file)
+            except BilevelError as error:
+                report(f"{error} Falling back to the checkpoint before it.")
+        if files:
+            raise BilevelError(f"None of the {len(files)} checkpoints in {self.folder} can be read; start a new run.")
+        return None
+
+    def files(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.folder.glob("[0-9]*.safetensors"))
