@@ -9,7 +9,7 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # Rooms in the order in which they may import each other: a room sees itself and everything before it.
 ORDER = [
-    {"errors", "trees", "discovery", "progress"},
+    {"errors", "trees", "discovery", "progress", "origin"},
     {"problem", "modules"},
     {"dynamics", "linear_solvers", "constraints", "tasks", "data", "models"},
     {"methods"},

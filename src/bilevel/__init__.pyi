@@ -32,6 +32,7 @@ from .linear_solvers.direct import Direct as Direct
 from .linear_solvers.fixed_point import FixedPoint as FixedPoint
 from .linear_solvers.neumann import Neumann as Neumann
 from .linear_solvers.nystrom import Nystrom as Nystrom
+from .meta.hyper_representation import HyperRepresentation as HyperRepresentation
 from .methods.base import Hypergradient as Hypergradient
 from .methods.base import Method as Method
 from .methods.first_order import FirstOrder as FirstOrder

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
+from bilevel.meta.classifier import FewShotClassifier
 from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
-from bilevel.models import batch_norm, heads
+from bilevel.models import batch_norm, build, heads
 from bilevel.problem import Problem, Task
+from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
 
 Batch = tuple[Tensor, Tensor]
 
@@ -34,22 +37,31 @@ class HyperRepresentation:
     differentiated once (`Problem.encode`), and the classifiers of several episodes take their steps together.
 
     Args:
-        module: h, from images N×C×H×W to features N×F. It is copied. λ is all its parameters. Its batch norms follow
-            `batch_norm`; everything else runs as in evaluation, so dropout is off.
+        module: h, from images N×C×H×W to features N×F, or the name of one of `bilevel.models`. It is copied. λ is all
+            its parameters. Its batch norms follow `batch_norm`; everything else runs as in evaluation, so dropout is
+            off.
         shape: (C, H, W) of the images.
         steps: T.
         inner_lr: the step size of the inner gradient descent.
         l2: makes L strongly convex, as the theory asks; the paper's experiments have 0.
         batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
         chunk: episodes whose features are in memory at once.
+        seed: of the weights, when the module is a name.
         method: how ∇f_T is computed.
+
+    >>> learner = HyperRepresentation("omniglot-net", shape=(1, 28, 28))
+    >>> pictures = torch.rand(6, 1, 28, 28, dtype=torch.get_default_dtype())
+    >>> classifier = learner.adapt(pictures[:4], ["a", "b", "a", "b"])
+    >>> set(classifier.predict(pictures[4:])) <= {"a", "b"}
+    True
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | str,
         shape: tuple[int, int, int],
         *,
+        seed: int = 0,
         steps: int = 5,
         inner_lr: float = 0.1,
         l2: float = 0.0,
@@ -57,7 +69,8 @@ class HyperRepresentation:
         chunk: int = 4,
         method: Method | None = None,
     ) -> None:
-        self.module = _frozen_copy(module)
+        self.network = module if isinstance(module, str) else None
+        self.module = _frozen_copy(build(module, shape[0], seed) if isinstance(module, str) else module)
         self.shape, self.steps, self.inner_lr, self.l2, self.chunk = tuple(shape), steps, inner_lr, l2, chunk
         self.method = method if method is not None else Reverse()
         self.norms = _layers(self.module)
@@ -144,6 +157,45 @@ class HyperRepresentation:
         names = [f"{name}.running_{kind}" for name in self.norms for kind in ("mean", "var")]
         return {**lam, **dict(zip(names, self.running(), strict=False))}
 
+    def settings(self) -> dict[str, Any]:
+        """What is needed beside the weights to build this learner again."""
+        names = ("network", "shape", "steps", "inner_lr", "l2", "batch_norm")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
+        """Write `path.safetensors` and the card `path.json`; the card holds the settings and whatever is passed."""
+        stem = Path(path)
+        write_tensors(stem.with_name(stem.name + ".safetensors"), self.with_running(self.lam))
+        write_json(stem.with_name(stem.name + ".json"), {"learner": self.settings(), **(card or {})})
+
+    @classmethod
+    def load(cls, path: str | Path, module: nn.Module | None = None) -> HyperRepresentation:
+        """A learner from `path.safetensors` and `path.json`; a module of your own has to be passed again."""
+        stem = Path(path)
+        card = read_json(stem.with_name(stem.name + ".json"))
+        learner = cls.from_settings(card["learner"], module)
+        learner.set_weights(read_tensors(stem.with_name(stem.name + ".safetensors"))[0])
+        return learner
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], module: nn.Module | None = None) -> HyperRepresentation:
+        """A learner with fresh weights from what `settings()` said."""
+        options = dict(settings)
+        network = options.pop("network")
+        if network is None and module is None:
+            raise BilevelError("This learner has a module of its own; pass module=… with the same architecture.")
+        return cls(module if module is not None else network, tuple(options.pop("shape")), **options)
+
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace λ, and batch norm's averages where they are in use, by tensors with the same names."""
+        wanted = self.with_running(self.lam)
+        wrong = [name for name in wanted if name not in weights or weights[name].shape != wanted[name].shape]
+        wrong += [name for name in weights if name not in wanted]
+        if wrong:
+            raise BilevelError(f"The weights do not fit the network: {', '.join(wrong)}.")
+        for name, tensor in wanted.items():
+            tensor.copy_(weights[name])
+
     # ------------------------------------------------------------------------------------------- learning
 
     def hypergradient(self, episodes: Task) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,6 +221,16 @@ class HyperRepresentation:
                     total[name].add_(g, alpha=share)
         assert total is not None
         return value, total
+
+    def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
+        """A classifier from a few labelled images, by the T steps that the representation was learned for.
+
+        Args:
+            images: floats N×C×H×W in [0, 1], or bytes N×H×W×C.
+            labels: one per image, of any kind; as many classes as there are different ones.
+            steps: inner steps, if not the learner's own.
+        """
+        return FewShotClassifier(self, images, labels, steps)
 
     @torch.no_grad()
     def accuracies(self, episodes: Task, steps: int) -> Tensor:

@@ -19,7 +19,6 @@ from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
-from bilevel.models import build
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 
@@ -55,8 +54,9 @@ def new_learner(settings: Settings, data: ImageDataset) -> HyperRepresentation:
     """A learner with fresh weights."""
     height, width, channels = data.shape
     return HyperRepresentation(
-        build(settings.network, channels, settings.seed),
+        settings.network,
         (channels, height, width),
+        seed=settings.seed,
         steps=settings.steps,
         inner_lr=settings.inner_lr,
         l2=settings.l2,
@@ -220,5 +220,3 @@ def duration(seconds: float) -> str:
 def _like(leaf: Tensor, key: str, value: Tensor | None) -> Tensor:
     assert value is not None
     return value.clone() if key == "step" else torch.empty_like(leaf).copy_(value)
-
-

@@ -33,7 +33,9 @@ def build(name: str, channels: int, seed: int = 0) -> nn.Module:
     111424
     """
     if name not in find():
-        raise BilevelError(f"There is no network {name!r}; pass one of {', '.join(find())}, or an nn.Module of your own.")
+        raise BilevelError(
+            f"There is no network {name!r}; pass one of {', '.join(find())}, or an nn.Module of your own."
+        )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

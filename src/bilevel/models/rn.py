@@ -27,7 +27,9 @@ class ResidualBlock(nn.Module):
         return self.pool(self.body(x) + self.skip(x))
 
 
-def build(channels: int, filters: tuple[int, ...] = (64, 96, 128, 256), tail: tuple[int, int] = (2048, 512)) -> nn.Module:
+def build(
+    channels: int, filters: tuple[int, ...] = (64, 96, 128, 256), tail: tuple[int, int] = (2048, 512)
+) -> nn.Module:
     sizes = (channels, *filters)
     blocks = [ResidualBlock(inputs, outputs) for inputs, outputs in zip(sizes, filters, strict=False)]
     wide, features = tail

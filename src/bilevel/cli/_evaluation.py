@@ -1,0 +1,104 @@
+"""What `bilevel evaluate` does; apart, because it needs torch."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from bilevel.meta import library
+from bilevel.meta.evaluation import Score, judge
+from bilevel.meta.training import episodes as stream
+from bilevel.meta.training import open_data
+from bilevel.models.batch_norm import MEANING
+from bilevel.origin import commit
+from bilevel.progress import bar
+
+
+def evaluate(
+    spec: str,
+    count: int,
+    first: int,
+    last: int,
+    batch_norm: str | None,
+    seed: int | None,
+    data_root: Path | None,
+    threads: int | None,
+    save: Path | None,
+) -> dict[str, Any]:
+    """The numbers, in JSON's types."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    found = library.find(spec, batch_norm)
+    data = open_data(found.settings, data_root)
+
+    def score(split: str, steps: int) -> Score:
+        with ExitStack() as stack:
+            report = stack.enter_context(bar(f"meta-{split}", count)) if sys.stderr.isatty() else lambda done: None
+            return judge(found.learner, stream(found.settings, data, split, seed), count, steps, report=report)
+
+    validation = score("val", last)
+    tried = range(first, last + 1)
+    chosen = max(tried, key=lambda t: (validation.means[t - 1], -t))
+    test = score("test", chosen)
+    settings = found.settings
+    result = {
+        "model": spec,
+        "data": data.name,
+        "ways": settings.ways,
+        "shots": settings.shots,
+        "queries": settings.queries,
+        "episodes": count,
+        "batch_norm": settings.batch_norm,
+        "inner_lr": found.learner.inner_lr,
+        "validation": [_line(t, validation) for t in tried],
+        "steps": chosen,
+        "test": _line(chosen, test),
+    }
+    if save is not None:
+        found.learner.steps = chosen
+        found.learner.save(
+            save, {**_card(found, data.fingerprint), "score": {k: v for k, v in result.items() if k != "model"}}
+        )
+    return result
+
+
+def _card(found: library.Trained, fingerprint: str) -> dict[str, Any]:
+    known = ("command", "preset", "training", "weights")
+    return {
+        "settings": found.settings.plain(),
+        "data": {"name": found.settings.dataset, "fingerprint": fingerprint},
+        **{key: found.card[key] for key in known if key in found.card},
+        "trained_at_commit": found.card.get("commit"),
+        "commit": commit(),
+    }
+
+
+def _line(steps: int, score: Score) -> dict[str, Any]:
+    return {"steps": steps, "accuracy": score.means[steps - 1], "interval": score.intervals[steps - 1]}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The same for people."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("T", "meta-validation", "± 95 %"):
+        table.add_column(column, justify="right")
+    for line in result["validation"]:
+        mark = " ← best" if line["steps"] == result["steps"] else ""
+        table.add_row(f"{line['steps']}", f"{line['accuracy']:.2%}", f"{line['interval']:.2%}{mark}")
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+    test = result["test"]
+    typer.echo(
+        f"Meta-test accuracy {test['accuracy']:.2%} ± {test['interval']:.2%} with T = {test['steps']}, chosen on "
+        f"meta-validation.\n{result['data']}, {result['ways']}-way {result['shots']}-shot, {result['queries']} queries a "
+        f"class disjoint from the support set, {result['episodes']} episodes each.\n"
+        f"Batch norm: {result['batch_norm']}, {MEANING[result['batch_norm']]}."
+    )

@@ -1,0 +1,56 @@
+"""`bilevel evaluate RUN`: how good a trained representation is on classes it has never seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bilevel.cli.train import DATA_ROOT, THREADS
+from bilevel.errors import BilevelError
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="The folder of a run, or zoo:NAME.")],
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes on each of the two splits.")] = 600,
+    steps: Annotated[str, typer.Option(metavar="FROM-TO", help="Numbers of inner steps T to try.")] = "1-20",
+    batch_norm: Annotated[
+        str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the episodes; the run's own if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Write the weights and their card to PATH.safetensors and .json."),
+    ] = None,
+    data_root: DATA_ROOT = None,
+    threads: THREADS = None,
+) -> None:
+    """Accuracy with its 95 % interval for every T on meta-validation; the best T is then judged once on meta-test."""
+    first, last = _range(steps)
+
+    from bilevel.cli._evaluation import evaluate, show
+
+    result = evaluate(run, episodes, first, last, batch_norm, seed, data_root, threads, save)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        show(result)
+
+
+def _range(text: str) -> tuple[int, int]:
+    """The first and last number of "1-20", or of "5".
+
+    >>> _range("1-20"), _range("5")
+    ((1, 20), (5, 5))
+    """
+    first, _, last = text.partition("-")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low, high = 0, 0
+    if not 1 <= low <= high:
+        raise BilevelError(f"--steps {text} is not a range of inner steps; write --steps 1-20, or --steps 5.")
+    return low, high

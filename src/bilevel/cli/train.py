@@ -1,0 +1,94 @@
+"""`bilevel train PRESET`: learn a representation for few-shot classification."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from bilevel.errors import BilevelError
+from bilevel.meta.presets import PRESETS, preset
+from bilevel.meta.settings import Settings
+
+DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the data are. BILEVEL_DATA does the same.")]
+THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each process; torch's choice if not given.")]
+
+
+def command(**options: Any) -> None:
+    """Learn a representation for few-shot classification by Algorithm 1 of the paper.
+
+    PRESET names one of the paper's experiments; options change it, or describe a training of your own. The run goes to
+    a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, and --resume goes on bit
+    for bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
+    """
+    name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
+    data_root, threads = options.pop("data_root"), options.pop("threads")
+    given = {key: value for key, value in options.items() if value is not None}
+    folder = out or Path("runs") / (name or given.get("dataset", "custom"))
+    settings = _settings(name, given, folder if resume else None)
+
+    from bilevel.cli._training import run
+
+    code = run(settings, name, folder, resume=resume, data_root=data_root, threads=threads, command=_said(sys.argv))
+    raise typer.Exit(code)
+
+
+def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> Settings:
+    """A preset with changes; or the defaults with changes; or, when a run is continued and nothing is said, its own."""
+    if name is None and not given and resumed is None:
+        presets = "\n".join(f"  {known}" for known in PRESETS)
+        raise BilevelError(
+            f"Name a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
+        )
+    if name is not None:
+        base = preset(name)
+    elif resumed is not None:
+        from bilevel.training.folder import RunFolder
+
+        base = Settings.of(RunFolder(resumed).config()["settings"])
+    else:
+        base = Settings()
+    return replace(base, **given)
+
+
+def _said(words: list[str]) -> str:
+    return " ".join(["bilevel", *words[1:]])
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """The options: those of running anything, and one for every setting, with its help."""
+    own: dict[str, tuple[Any, Any]] = {
+        "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join(PRESETS)}.")], None),
+        "out": (
+            Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/PRESET if not given.")],
+            None,
+        ),
+        "resume": (Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")], False),
+        "data_root": (DATA_ROOT, None),
+        "threads": (THREADS, None),
+    }
+    hints = get_type_hints(Settings)
+    own |= {f.name: (_option(f, hints[f.name]), None) for f in fields(Settings)}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(key, keyword, default=value, annotation=kind) for key, (kind, value) in own.items()]
+
+
+def _option(setting: Field[Any], hint: Any) -> Any:
+    assert setting.default is not MISSING
+    legal = ""
+    if get_origin(hint) is Literal:
+        legal = f" One of {', '.join(get_args(hint))}."
+        hint = str
+    flag = f"--{setting.name.replace('_', '-')}"
+    flags = f"{flag}/--no-{flag[2:]}" if hint is bool else flag
+    text = f"{setting.metadata['help']}{legal} [{setting.default}]"
+    return Annotated[hint | None, typer.Option(flags, help=text, show_default=False)]
+
+
+# One list of settings serves the library, the configuration file and the command line.
+command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+command.__annotations__ = {p.name: p.annotation for p in _parameters()}

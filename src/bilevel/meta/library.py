@@ -1,0 +1,81 @@
+"""Finding a trained learner: a run's folder, a saved file, or the zoo that comes with the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bilevel.errors import BilevelError
+from bilevel.meta.hyper_representation import HyperRepresentation
+from bilevel.meta.settings import Settings
+from bilevel.training.files import read_json, read_tensors
+from bilevel.training.folder import RunFolder
+
+ZOO = Path(__file__).parent / "zoo"
+PREFIX = "zoo:"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A learner with what is known about it."""
+
+    name: str
+    learner: HyperRepresentation
+    settings: Settings
+    card: dict[str, Any]
+
+
+def zoo() -> dict[str, dict[str, Any]]:
+    """The cards of the models that come with the package, by name."""
+    return {file.stem: read_json(file) for file in sorted(ZOO.glob("*.json"))}
+
+
+def find(spec: str, batch_norm: str | None = None) -> Trained:
+    """The learner that `spec` names, possibly with another batch norm mode.
+
+    Args:
+        spec: `zoo:NAME`, the folder of a run, or the path of a saved learner without its ending.
+        batch_norm: a mode other than the one it was trained with.
+    """
+    if spec.startswith(PREFIX):
+        found = _from_zoo(spec.removeprefix(PREFIX))
+    elif RunFolder(Path(spec)).exists() or Path(spec).is_dir():
+        found = _from_run(Path(spec))
+    elif Path(spec).with_name(Path(spec).name + ".json").exists():
+        found = _from_files(spec, Path(spec))
+    else:
+        raise BilevelError(
+            f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or one of "
+            f"{', '.join(PREFIX + name for name in zoo()) or 'no zoo models'}."
+        )
+    if batch_norm is None or batch_norm == found.settings.batch_norm:
+        return found
+    if batch_norm == "running":
+        raise BilevelError("batch_norm='running' needs averages from training, and this model was trained without.")
+    found.learner.batch_norm = batch_norm  # type: ignore[assignment]
+    return replace(found, settings=replace(found.settings, batch_norm=batch_norm))
+
+
+def _from_zoo(name: str) -> Trained:
+    if name not in zoo():
+        raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo()) or 'nothing'}.")
+    return _from_files(PREFIX + name, ZOO / name)
+
+
+def _from_files(name: str, stem: Path) -> Trained:
+    card = read_json(stem.with_name(stem.name + ".json"))
+    return Trained(name, HyperRepresentation.load(stem), Settings.of(card["settings"]), card)
+
+
+def _from_run(path: Path) -> Trained:
+    folder = RunFolder(path)
+    config = folder.config()
+    settings = Settings.of(config["settings"])
+    file = next((file for file in (folder.best, folder.last) if file.exists()), None)
+    if file is None:
+        raise BilevelError(f"{path} holds no weights yet; the run has not reached its first validation.")
+    weights, facts = read_tensors(file)
+    learner = HyperRepresentation.from_settings({**config["learner"], "inner_lr": facts["inner_lr"]})
+    learner.set_weights(weights)
+    return Trained(str(path), learner, settings, {**config, "weights": facts})
