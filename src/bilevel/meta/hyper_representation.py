@@ -18,7 +18,8 @@ from bilevel.hypergradients import hypergradient
 from bilevel.meta.classifier import FewShotClassifier
 from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
-from bilevel.models import batch_norm, build, heads
+from bilevel.models import build, heads
+from bilevel.models.batch_norm import MODES, BatchNorm, Mode, converted, layers, using
 from bilevel.problem import Problem, Task
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
 
@@ -65,17 +66,25 @@ class HyperRepresentation:
         steps: int = 5,
         inner_lr: float = 0.1,
         l2: float = 0.0,
-        batch_norm: batch_norm.Mode = "episode",
+        batch_norm: Mode = "episode",
         chunk: int = 4,
         method: Method | None = None,
     ) -> None:
+        if batch_norm not in MODES:
+            raise BilevelError(f"batch_norm={batch_norm!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
+        if steps < 1 or chunk < 1:
+            raise BilevelError(f"steps={steps} and chunk={chunk} must be at least 1.")
+        if not inner_lr > 0 or not l2 >= 0:
+            raise BilevelError(f"inner_lr={inner_lr} must be positive, and l2={l2} must not be negative.")
         self.network = module if isinstance(module, str) else None
         self.module = _frozen_copy(build(module, shape[0], seed) if isinstance(module, str) else module)
         self.shape, self.steps, self.inner_lr, self.l2, self.chunk = tuple(shape), steps, inner_lr, l2, chunk
         self.method = method if method is not None else Reverse()
-        self.norms = _layers(self.module)
-        self.batch_norm: batch_norm.Mode = _legal_mode(batch_norm)
+        self.norms: dict[str, BatchNorm] = layers(self.module)
+        self.batch_norm = batch_norm
         self.lam = {name: value.detach().clone() for name, value in self.module.named_parameters()}
+        if not self.lam:
+            raise BilevelError("The module has no parameters, so there is no representation to learn.")
         self.features = self._count_features()
         self.problem: Callable[[int, int], Problem] = lru_cache(None)(self._problem)
 
@@ -87,17 +96,18 @@ class HyperRepresentation:
 
     def represent(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
         """h_λ of images, with the constant feature of the bias at the end."""
-        features = torch.func.functional_call(self.module, lam, (images,))
+        weight = next(iter(lam.values()))
+        features = torch.func.functional_call(self.module, lam, (images.to(weight),))
         return heads.with_one(features)
 
     def represent_sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, training: bool) -> Batch:
         """The features of a support and a query set; batch norm decides what one may know of the other."""
         if self.batch_norm == "support" and self.norms:
-            with batch_norm.using(self.norms, "keep"):
+            with using(self.norms, "keep"):
                 known = self.represent(lam, support)
-            with batch_norm.using(self.norms, "kept"):
+            with using(self.norms, "kept"):
                 return known, self.represent(lam, query)
-        with batch_norm.using(self.norms, "running" if self.batch_norm == "running" and not training else "own"):
+        with using(self.norms, "running" if self.batch_norm == "running" and not training else "own"):
             return self.represent(lam, support), self.represent(lam, query)
 
     def _problem(self, episodes: int, ways: int) -> Problem:
@@ -254,26 +264,16 @@ class HyperRepresentation:
 
     def _count_features(self) -> int:
         with torch.no_grad():
-            image = next(iter(self.lam.values())).new_zeros((2, *self.shape))
-            features = self.represent(self.lam, image)
+            images = next(iter(self.lam.values())).new_zeros((2, *self.shape))
+            features = torch.func.functional_call(self.module, self.lam, (images,))
         if features.ndim != 2:
             raise BilevelError(
-                f"The module maps images {list(image.shape)} to {list(features.shape[:-1])}…; it must return N×F "
-                "features. End it with nn.Flatten()."
+                f"The module maps images {list(images.shape)} to {list(features.shape)}; it must return N×F features. "
+                "End it with nn.Flatten()."
             )
-        return features.shape[1]
+        return features.shape[1] + 1  # the constant of the bias
 
 
 def _frozen_copy(module: nn.Module) -> nn.Module:
-    ours = batch_norm.converted(copy.deepcopy(module)).eval()
-    return ours.requires_grad_(False).to(memory_format=torch.channels_last)
-
-
-def _layers(module: nn.Module) -> dict[str, batch_norm.BatchNorm]:
-    return batch_norm.layers(module)
-
-
-def _legal_mode(mode: Any) -> Any:
-    if mode not in batch_norm.MODES:
-        raise BilevelError(f"batch_norm={mode!r} is unknown; pass one of {', '.join(map(repr, batch_norm.MODES))}.")
-    return mode
+    ours = converted(copy.deepcopy(module)).eval().requires_grad_(False)
+    return ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bilevel.errors import BilevelError
 from bilevel.meta.settings import Settings
 
-MINIIMAGENET = {"dataset": "miniimagenet", "rotations": False}
+MINIIMAGENET = Settings(dataset="miniimagenet", rotations=False)
 
 
 def _all() -> dict[str, Settings]:
@@ -17,11 +19,11 @@ def _all() -> dict[str, Settings]:
             # The paper's step size lies above 2/ν at the start, so the default bounds it. This one does not.
             found[f"{name}-paper"] = Settings(ways=ways, shots=shots, meta_batch=meta_batch, step_bound=0)
     for shots, meta_batch in ((1, 4), (5, 2)):
-        found[f"miniimagenet-c4l-{shots}shot"] = Settings(
-            network="c4l", shots=shots, meta_batch=meta_batch, inner_lr=0.01, **MINIIMAGENET
+        found[f"miniimagenet-c4l-{shots}shot"] = replace(
+            MINIIMAGENET, network="c4l", shots=shots, meta_batch=meta_batch, inner_lr=0.01
         )
-        found[f"miniimagenet-rn-{shots}shot"] = Settings(
-            network="rn", shots=shots, meta_batch=2, inner_lr=0.04, **MINIIMAGENET
+        found[f"miniimagenet-rn-{shots}shot"] = replace(
+            MINIIMAGENET, network="rn", shots=shots, meta_batch=2, inner_lr=0.04
         )
     found["glyphs-5way-1shot"] = Settings(
         dataset="glyphs", rotations=False, meta_batch=8, iterations=2000, validate_every=200, validation_episodes=200

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilevel.errors import BilevelError
+
 Mode = Literal["episode", "support", "running"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MEANING = {
@@ -63,6 +65,11 @@ class BatchNorm(nn.Module):
         weight = self._ones if self.weight is None and self.bias is not None else self.weight
         if self.by == "running":
             return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, False, 0.0, self.eps)
+        if x.numel() == x.shape[1]:
+            raise BilevelError(
+                "One value per channel has no statistics of its own, so a single image of this size cannot be normalised "
+                "by its own set. Pass more images at a time, or use batch_norm='support'."
+            )
         return F.batch_norm(x, None, None, weight, self.bias, True, 0.0, self.eps)
 
     def _affine(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -98,6 +105,8 @@ def using(norms: dict[str, BatchNorm], by: str) -> Iterator[None]:
     finally:
         for layer in norms.values():
             layer.by = "own"
+            if by == "kept":  # used once, and with it goes the graph it hangs on
+                layer.kept = None
 
 
 def converted(module: nn.Module) -> nn.Module:

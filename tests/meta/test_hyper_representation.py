@@ -1,0 +1,249 @@
+"""Hyper-representations against the engine without `encode`, against plain torch, and against finite differences."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bilevel as bl
+from bilevel import trees
+from bilevel.models import omniglot_net
+from bilevel.models.batch_norm import layers, using
+
+WAYS, SHAPE = 3, (1, 12, 12)
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return omniglot_net.build(channels=1, filters=4)
+
+
+def torch_network(seed=0):
+    """The same with torch's own batch norm, which has a scale too."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3), nn.Flatten()
+    )
+
+
+def episodes(count=3, shots=2, queries=4, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+
+    def pictures(each):
+        images = torch.rand(count, WAYS * each, *SHAPE, generator=generator)
+        return images, torch.arange(WAYS).repeat_interleave(each).expand(count, -1).clone()
+
+    return bl.Task(pictures(shots), pictures(queries))
+
+
+def one(batch, i):
+    return bl.Task(tuple(x[i] for x in batch.train), tuple(x[i] for x in batch.val))
+
+
+def learner(module=None, **settings):
+    return bl.HyperRepresentation(module or network(), SHAPE, **{"steps": 4, "inner_lr": 0.3, **settings})
+
+
+def written_out(hyper, mode, l2=0.0):
+    """One episode's problem as anybody would write it: the representation inside both objectives, nothing encoded."""
+    module = copy.deepcopy(hyper.module)
+
+    def normalised(lam, images, by):
+        with using(layers(module), by):
+            return torch.func.functional_call(module, lam, (images,))
+
+    def support_features(lam, images):
+        return normalised(lam, images, "keep" if mode == "support" else "own")
+
+    def inner(w, lam, batch):
+        images, labels = batch
+        logits = support_features(lam, images) @ w["weight"] + w["bias"]
+        penalty = sum(leaf.square().sum() for leaf in w.values())
+        return F.cross_entropy(logits, labels) + l2 / 2 * penalty
+
+    def outer(w, lam, batch):
+        (images, labels), known = batch
+        if mode == "support":
+            support_features(lam, known)
+        features = normalised(lam, images, "kept" if mode == "support" else "own")
+        return F.cross_entropy(features @ w["weight"] + w["bias"], labels)
+
+    def init(lam):
+        return {"weight": torch.zeros(hyper.features - 1, WAYS), "bias": torch.zeros(WAYS)}
+
+    return bl.Problem(inner, outer, init)
+
+
+@pytest.mark.parametrize("mode", ["episode", "support", "running"])
+@pytest.mark.parametrize("l2", [0.0, 0.2])
+@pytest.mark.parametrize("make", [network, torch_network])
+def test_the_meta_batch_equals_the_generic_engine_without_encode(mode, l2, make):
+    hyper, batch = learner(make(), batch_norm=mode, l2=l2, chunk=2), episodes()
+    value, grads = hyper.hypergradient(batch)
+    problem = written_out(hyper, mode, l2)
+    tasks = [one(batch, i) for i in range(3)]
+    tasks = [bl.Task(task.train, (task.val, task.train[0])) for task in tasks]
+    # A shift that the next batch norm or no loss can see has the gradient zero, in both.
+    plain = bl.hypergradient(problem, hyper.lam, tasks, dynamics=bl.GradientDescent(0.3), steps=4, method=bl.Reverse())
+    assert torch.allclose(value, plain.value, rtol=1e-12)
+    for name, gradient in grads.items():
+        assert (gradient - plain.grad[name]).norm() <= 1e-10 * max(plain.grad[name].norm(), 1e-3), name
+    assert all(gradient.norm() > 0 for gradient in grads.values())
+
+
+@pytest.mark.parametrize("mode", ["episode", "support"])
+def test_the_hypergradient_equals_central_differences(mode):
+    hyper, batch = learner(batch_norm=mode, steps=6), episodes()
+    _, grads = hyper.hypergradient(batch)
+    generator = torch.Generator().manual_seed(5)
+    direction = {name: torch.randn(leaf.shape, generator=generator) for name, leaf in hyper.lam.items()}
+    slope = sum((grads[name] * d).sum() for name, d in direction.items())
+
+    def moved(size):
+        with hyper.at({name: leaf + size * direction[name] for name, leaf in hyper.lam.items()}):
+            return hyper.hypergradient(batch)[0]
+
+    h = 1e-6
+    assert torch.allclose((moved(h) - moved(-h)) / (2 * h), slope, rtol=1e-6)
+
+
+def test_plain_torch_gives_the_same_in_twenty_lines():
+    """Algorithm 1 with torch.autograd alone and torch's own batch norm: nothing of ours in it."""
+    module, batch = torch_network(), episodes(count=2)
+    hyper = learner(module)
+    _, grads = hyper.hypergradient(batch)
+    total = 0.0
+    for i in range(2):
+        (images, labels), (queries, answers) = one(batch, i).train, one(batch, i).val
+        phi, psi = module(images), module(queries)  # in training mode: each set by its own statistics
+        weight, bias = torch.zeros(phi.shape[1], WAYS, requires_grad=True), torch.zeros(WAYS, requires_grad=True)
+        for _ in range(4):
+            loss = F.cross_entropy(phi @ weight + bias, labels)
+            slopes = torch.autograd.grad(loss, (weight, bias), create_graph=True)
+            weight, bias = weight - 0.3 * slopes[0], bias - 0.3 * slopes[1]
+        total = total + F.cross_entropy(psi @ weight + bias, answers) / 2
+    total.backward()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(grads[name], parameter.grad, rtol=1e-9, atol=1e-13), name
+
+
+@pytest.mark.parametrize("method", [bl.Unrolled(), bl.Reverse("sqrt"), bl.Truncated(4)])
+def test_every_method_works_on_the_same_learner(method):
+    batch = episodes()
+    _, expected = learner().hypergradient(batch)
+    _, grads = learner(method=method).hypergradient(batch)
+    for name in expected:
+        assert torch.allclose(grads[name], expected[name], rtol=1e-10, atol=1e-14)
+
+
+def test_first_order_is_another_direction():
+    batch = episodes()
+    _, exact = learner().hypergradient(batch)
+    _, rough = learner(method=bl.FirstOrder()).hypergradient(batch)
+    assert max(float((rough[name] - exact[name]).norm() / exact[name].norm()) for name in exact) > 0.05
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 8])
+def test_chunks_change_nothing(chunk):
+    batch = episodes(count=5)
+    value, grads = learner(chunk=5).hypergradient(batch)
+    again, same = learner(chunk=chunk).hypergradient(batch)
+    assert torch.allclose(value, again, rtol=1e-13)
+    for name in grads:
+        assert torch.allclose(grads[name], same[name], rtol=1e-10, atol=1e-14)
+
+
+def test_queries_stand_for_themselves_except_in_episode_mode():
+    batch = episodes(count=1, queries=3)
+    (images, labels), (queries, _) = one(batch, 0).train, one(batch, 0).val
+    for mode, independent in (("episode", False), ("support", True), ("running", True)):
+        classifier = learner(batch_norm=mode).adapt(images, labels)
+        together = classifier.predict_proba(queries)
+        apart = torch.cat([classifier.predict_proba(part) for part in queries.split(3)])
+        assert torch.allclose(together, apart, rtol=1e-9) is independent, mode
+        if independent:
+            assert torch.allclose(classifier.predict_proba(queries[:1]), together[:1], rtol=1e-9)
+        else:
+            with pytest.raises(bl.BilevelError, match="batch_norm='support'"):
+                classifier.predict(queries[:1])
+
+
+def test_running_averages_follow_what_was_seen():
+    hyper, batch = learner(torch_network(), batch_norm="running"), episodes()
+    with hyper.watching() as seen:
+        hyper.hypergradient(batch)
+    images = [x for i in range(3) for x in (batch.train[0][i], batch.val[0][i])]
+    first = [torch.func.functional_call(hyper.module[0], hyper_part(hyper, "0"), (x,)) for x in images]
+    mean = torch.stack([x.mean((0, 2, 3)) for x in first]).mean(0)
+    var = torch.stack([x.var((0, 2, 3), unbiased=False) for x in first]).mean(0)
+    assert torch.allclose(seen()[0], mean) and torch.allclose(seen()[1], var)
+    assert len(seen()) == 4 and [x.shape for x in seen()] == [x.shape for x in hyper.running()]
+
+
+def hyper_part(hyper, prefix):
+    return {name.removeprefix(prefix + "."): leaf for name, leaf in hyper.lam.items() if name.startswith(prefix + ".")}
+
+
+def test_the_users_module_is_not_touched():
+    module = torch_network()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    hyper = learner(module, batch_norm="running")
+    with hyper.watching():
+        hyper.hypergradient(episodes())
+    assert module.training and isinstance(module[1], nn.BatchNorm2d)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+
+
+def test_the_features_are_computed_once_however_many_steps():
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.body(x)
+
+    for steps in (1, 30):
+        hyper, batch = learner(Counting(), steps=steps), episodes()
+        hyper.hypergradient(batch)  # the first call also checks the problem
+        calls.clear()
+        hyper.hypergradient(batch)
+        assert sum(calls) == 3 * WAYS * (2 + 4)
+
+
+def test_accuracies_follow_the_iterates_of_every_step():
+    hyper, batch = learner(), episodes(count=2)
+    table = hyper.accuracies(batch, 5)
+    assert table.shape == (2, 5)
+    for i in range(2):
+        (images, labels), (queries, answers) = one(batch, i).train, one(batch, i).val
+        for steps in (1, 5):
+            predicted = torch.tensor(hyper.adapt(images, labels, steps=steps).predict(queries))
+            assert table[i, steps - 1] == (predicted == answers).double().mean()
+
+
+def test_single_precision_pictures_meet_double_precision_weights():
+    batch = trees.map(lambda x: x.float() if x.is_floating_point() else x, episodes())
+    value, _ = learner().hypergradient(batch)
+    assert value.dtype == torch.float64
+
+
+def test_mistakes_are_explained():
+    with pytest.raises(bl.BilevelError, match="batch_norm='batch' is unknown"):
+        learner(batch_norm="batch")
+    with pytest.raises(bl.BilevelError, match="N×F features"):
+        learner(nn.Conv2d(1, 2, 3))
+    with pytest.raises(bl.BilevelError, match="no network 'resnet'"):
+        bl.HyperRepresentation("resnet", SHAPE)
+    with pytest.raises(bl.BilevelError, match="steps"):
+        learner(steps=-1)
+    with pytest.raises(bl.BilevelError, match="inner_lr"):
+        learner(inner_lr=0.0)
+    with pytest.raises(bl.BilevelError, match="no parameters"):
+        learner(nn.Flatten())
