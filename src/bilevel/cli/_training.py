@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from bilevel.origin import commit
 from bilevel.training import distributed
 from bilevel.training.files import write_json
 from bilevel.training.folder import RunFolder, differences
-from bilevel.training.loop import Ending, Schedule, train
+from bilevel.training.loop import Ending, Run, Schedule
 
 
 def run(
@@ -34,23 +34,31 @@ def run(
     command: str,
 ) -> int:
     """Train, and return the exit code."""
+    folder = RunFolder(path)
+    # Another number of threads rounds differently, so a run goes on with its own.
+    threads = threads or (folder.config().get("threads") if resume else None)
     if threads is not None:
         torch.set_num_threads(threads)
-    folder = RunFolder(path)
-    with distributed.world() as world, folder.locked() if world.writes else nullcontext():
-        data = open_data(settings, data_root)
-        job = FewShotTraining(settings, data, world)
-        if world.writes:
-            _enter(folder, settings, preset, job, command, resume or distributed.restarted())
-            _announce(settings, preset, folder, job)
-        world.wait()  # the others read the folder too, and rank 0 has to have looked at it first
+    with distributed.world() as world, ExitStack() as stack:
+        with world.agreed():
+            job = FewShotTraining(settings, open_data(settings, data_root), world)
+            if world.writes:
+                stack.enter_context(folder.locked())
+                _enter(folder, settings, preset, job, command, resume)
         schedule = Schedule(
             settings.iterations,
             validate_every=settings.validate_every,
             checkpoint_every=settings.checkpoint_every,
             patience=settings.patience,
         )
-        ending = train(job, folder, schedule, world=world, report=_warn, progress=sys.stderr.isatty())
+        training = Run(job, folder, schedule, world, report=_warn)
+        if world.writes:
+            _announce(settings, preset, folder, job, training.iteration)
+        try:
+            ending = training.go(progress=sys.stderr.isatty())
+        except KeyboardInterrupt:
+            _warn(f"Stopped at once. Go on from the newest checkpoint with: bilevel train --resume --out {folder.path}")
+            return 130
         if world.writes:
             _conclude(ending, folder, settings)
     return ending.exit_code
@@ -60,35 +68,38 @@ def _enter(
     folder: RunFolder, settings: Settings, preset: str | None, job: FewShotTraining, command: str, resume: bool
 ) -> None:
     """Begin a run in the folder, or make sure that the one in it is this one."""
-    config = {
-        "command": command,
-        "preset": preset,
-        "settings": settings.plain(),
-        "learner": job.learner.settings(),
-        "data": {"name": job.data.name, "fingerprint": job.data.fingerprint, "classes": len(job.data.classes)},
-        "bilevel": bilevel.__version__,
-        "commit": commit(),
-    }
-    if not resume or not folder.exists():
-        if resume and not distributed.restarted():
-            raise BilevelError(
-                f"{folder.path} holds no run that --resume could continue. Leave --resume out to begin one."
-            )
-        folder.begin(config)
+    data = {"name": job.data.name, "fingerprint": job.data.fingerprint, "classes": len(job.data.classes)}
+    launch = distributed.launch()
+    restarted = distributed.restarted() and folder.exists() and folder.config().get("launch") == launch
+    if not resume and not restarted:
+        config = {
+            "command": command,
+            "preset": preset,
+            "settings": settings.plain(),
+            "learner": job.learner.settings(),
+            "data": data,
+            "threads": torch.get_num_threads(),
+            "bilevel": bilevel.__version__,
+            "commit": commit(),
+        }
+        folder.begin({**config, "launch": launch} if launch else config)
         return
     before = folder.config()
-    wrong = differences(before["settings"], config["settings"], FREE_ON_RESUME)
-    wrong += differences(before.get("data", {}), config["data"], set())
+    wrong = differences(before["settings"], settings.plain(), FREE_ON_RESUME)
+    wrong += differences(before.get("data", data), data, set())
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
         raise BilevelError(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
-            "Leave those options out (bilevel train --resume --out DIR takes the run's own), or choose another --out DIR."
+            f"Leave those options out (bilevel train --resume --out {folder.path} takes the run's own), or choose "
+            "another folder."
         )
-    write_json(folder.config_file, {**before, "settings": config["settings"]})
+    if before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
+        _warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
+    write_json(folder.config_file, {**before, "settings": settings.plain()})
 
 
-def _announce(settings: Settings, preset: str | None, folder: RunFolder, job: FewShotTraining) -> None:
+def _announce(settings: Settings, preset: str | None, folder: RunFolder, job: FewShotTraining, done: int) -> None:
     """Everything that is about to happen, before it does."""
     usual = PRESETS[preset].plain() if preset else Settings().plain()
     typer.echo(f"bilevel train {preset or ''}".rstrip())
@@ -103,19 +114,12 @@ def _announce(settings: Settings, preset: str | None, folder: RunFolder, job: Fe
     typer.echo(f"  batch norm: {settings.batch_norm}, {MEANING[settings.batch_norm]}")
     processes = f", {job.world.size} processes" if job.world.size > 1 else ""
     typer.echo(f"  {torch.get_num_threads()} threads{processes}")
-    left = settings.iterations - _done(folder)
+    if done:
+        typer.echo(f"Continuing after hyperiteration {done}.")
     early = f"; it stops early after {settings.patience} validations without a new best" if settings.patience else ""
-    typer.echo(f"Estimate: {job.estimate().describe(left)}{early}.")
+    left = max(0, settings.iterations - done)
+    typer.echo(f"Estimate: {job.estimate().describe(left, settings.validate_every)}{early}.")
     typer.echo(f"Folder: {folder.path}   (tensorboard --logdir {folder.path}, if TensorBoard is installed)")
-
-
-def _done(folder: RunFolder) -> int:
-    """The hyperiteration of the newest checkpoint, from its name."""
-    files = folder.checkpoints.files()
-    if not files:
-        return 0
-    typer.echo(f"Continuing after hyperiteration {int(files[-1].stem)}.")
-    return int(files[-1].stem)
 
 
 def _conclude(ending: Ending, folder: RunFolder, settings: Settings) -> None:

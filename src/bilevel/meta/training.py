@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from bilevel.certificate import certify
 from bilevel.data import ImageDataset, load
+from bilevel.data.base import source
 from bilevel.errors import BilevelError
-from bilevel.meta.evaluation import judge
+from bilevel.meta.evaluation import GROUP, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
@@ -28,11 +30,24 @@ STREAMS = {"train": 0, "val": 1, "test": 2}
 # How often, and on how many episodes, the inner problem's curvature is measured.
 BOUND_EVERY, CURVATURE_EPISODES = 100, 16
 RUNNING_MOMENTUM = 0.1
+# Shares of the classes for train, val and test where a data set is just a folder of classes.
+FRACTIONS = (0.64, 0.16, 0.2)
 
 
 def open_data(settings: Settings, data_root: Path | None = None) -> ImageDataset:
-    """The data set that the settings name."""
-    extra: dict[str, Any] = {"size": settings.image_size} if settings.image_size else {}
+    """The data set that the settings name; its classes are split by their seed where the data bring no split."""
+    wanted = source(settings.dataset, {})
+    known = {f.name for f in fields(wanted)}
+    extra: dict[str, Any] = {"seed": settings.seed} if "seed" in known else {}
+    if "fractions" in known:
+        extra["fractions"] = FRACTIONS
+    if settings.image_size:
+        if "size" not in known:
+            raise BilevelError(
+                f"image_size={settings.image_size} is for folders of images; {settings.dataset} comes in one size. "
+                "Leave it out."
+            )
+        extra["size"] = settings.image_size
     return load(settings.dataset, data_root, **extra)
 
 
@@ -53,16 +68,22 @@ def episodes(settings: Settings, data: ImageDataset, split: str, seed: int | Non
 def new_learner(settings: Settings, data: ImageDataset) -> HyperRepresentation:
     """A learner with fresh weights."""
     height, width, channels = data.shape
-    return HyperRepresentation(
-        settings.network,
-        (channels, height, width),
-        seed=settings.seed,
-        steps=settings.steps,
-        inner_lr=settings.inner_lr,
-        l2=settings.l2,
-        batch_norm=settings.batch_norm,
-        method=METHODS[settings.method],
-    )
+    try:
+        return HyperRepresentation(
+            settings.network,
+            (channels, height, width),
+            seed=settings.seed,
+            steps=settings.steps,
+            inner_lr=settings.inner_lr,
+            l2=settings.l2,
+            batch_norm=settings.batch_norm,
+            method=METHODS[settings.method],
+        )
+    except RuntimeError as error:  # what torch says of a picture that pooling has used up
+        raise BilevelError(
+            f"The network {settings.network} does not take images of {width}×{height} pixels ({error}). Choose another "
+            "network or image_size."
+        ) from error
 
 
 class FewShotTraining:
@@ -83,54 +104,58 @@ class FewShotTraining:
 
     # ------------------------------------------------------------------------------------------- the job
 
-    def step(self, iteration: int, stop: bool) -> tuple[dict[str, float], bool]:
+    def step(self, iteration: int, stop: bool = False) -> tuple[dict[str, float], bool]:
         settings, began = self.settings, time.perf_counter()
         if settings.step_bound and (iteration - 1) % BOUND_EVERY == 0:
             self._bound_step()
         first = (iteration - 1) * settings.meta_batch
         mine = self.world.share(range(first, first + settings.meta_batch))
-        value, grads, statistics = self._hypergradient(mine)
-        share = len(mine) / settings.meta_batch
-        tensors = [share * x for x in (value, *grads.values(), *statistics)]
-        flag = torch.tensor([float(stop)], dtype=value.dtype)
-        value, *parts, flag = self.world.sum([*tensors, flag])
-        self._update(dict(zip(grads, parts, strict=False)), parts[len(grads) :], iteration)
+        total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
+        # An episode at a time: it is as fast as several, and the sum does not depend on who computed which.
+        for row in self.world.gather(map(self._episode, mine), settings.meta_batch, like=total):
+            total += row
+        self._update(total / settings.meta_batch, iteration)
         seconds = time.perf_counter() - began
-        numbers = {"loss": float(value), "images_per_second": settings.meta_batch * self._images() / seconds}
-        return numbers, bool(flag > 0)
+        rate = settings.meta_batch * self._images() / seconds
+        return {"loss": float(total[0]) / settings.meta_batch, "images_per_second": rate}, self.world.any(stop)
 
-    def _hypergradient(self, mine: list[int]) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        """This process's mean over its episodes, with the batch statistics that running averages are made of."""
-        learner = self.learner
-        if not mine:  # more processes than episodes
-            zeros = {name: torch.zeros_like(value) for name, value in learner.lam.items()}
-            return torch.zeros(()), zeros, [torch.zeros_like(x) for x in learner.running()]
-        with learner.watching() as seen:
-            value, grads = learner.hypergradient(self.train.batch(mine))
-        return value, grads, seen()
+    def _episode(self, number: int) -> Tensor:
+        """f_T, ∇f_T and the statistics that batch norm's running averages are made of, in one vector."""
+        with self.learner.watching() as seen:
+            value, grads = self.learner.hypergradient(self.train.batch([number]))
+        return self._flat(value, grads, seen())
 
-    def _update(self, grads: Mapping[str, Tensor], statistics: list[Tensor], iteration: int) -> None:
-        settings = self.settings
-        for name, leaf in self.learner.lam.items():
-            leaf.grad = grads[name].clamp_(-settings.clip, settings.clip) if settings.clip else grads[name]
+    def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
+        leaves = list(grads.values())
+        return torch.cat([x.to(leaves[0].dtype).reshape(-1) for x in (value, *leaves, *statistics)])
+
+    def _update(self, mean: Tensor, iteration: int) -> None:
+        settings, lam, running = self.settings, self.learner.lam, self.learner.running()
+        targets = [*lam.values(), *running]
+        parts = mean[1:].split_with_sizes([x.numel() for x in targets])
+        grads = [part.view(x.shape) for part, x in zip(parts, targets, strict=True)]
+        for leaf in lam.values():
+            grad = grads.pop(0)
+            leaf.grad = grad.clamp(-settings.clip, settings.clip) if settings.clip else grad
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr / (1 + settings.decay * (iteration - 1))
         self.optimizer.step()
-        for running, now in zip(self.learner.running(), statistics, strict=True):
-            running.lerp_(now, RUNNING_MOMENTUM)
+        for average, now in zip(running, grads, strict=True):
+            average.lerp_(now, RUNNING_MOMENTUM)
         if settings.average:
             # Young averages are plain means, so that the random start is forgotten.
             factor = min(settings.average, iteration / (iteration + 9))
             for name, leaf in self.learner.lam.items():
                 self.mean[name].lerp_(leaf, 1 - factor)
 
-    def validate(self, iteration: int) -> dict[str, float]:
+    def validate(self, iteration: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        count, steps = self.settings.validation_episodes, self.settings.steps
         with self.learner.at(self.weights()):
-            score = judge(self.learner, self.val, self.settings.validation_episodes, self.settings.steps, self.world)
+            score = judge(self.learner, self.val, count, steps, self.world, stop=stop)
         return {"score": score.means[-1], "interval": score.intervals[-1], "inner_lr": self.learner.inner_lr}
 
     def _bound_step(self) -> None:
-        """Gradient descent converges below 2/ν only, and ν changes with the representation: measure it and keep away."""
+        """Gradient descent converges below 2/ν only, and ν changes with λ: measure it and keep away."""
         learner = self.learner
         with learner.at(self.weights()):
             batch = self.val.batch(range(CURVATURE_EPISODES))
@@ -146,7 +171,7 @@ class FewShotTraining:
         for name, leaf in self.learner.lam.items():
             for key, value in self.optimizer.state[leaf].items():
                 tensors[f"adam/{key}/{name}"] = value
-        return tensors, {"inner_lr": self.learner.inner_lr, "threads": torch.get_num_threads()}
+        return tensors, {"inner_lr": self.learner.inner_lr}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         try:
@@ -173,9 +198,8 @@ class FewShotTraining:
         return self.settings.ways * (self.settings.shots + self.settings.queries)
 
     def estimate(self) -> Estimate:
-        """Time and memory, measured on one chunk of episodes; nothing is learned from it."""
-        chunk = min(self.learner.chunk, self.settings.meta_batch)
-        batch = self.train.batch(range(chunk))
+        """Time and memory, measured on one episode; nothing is learned from it."""
+        settings, batch = self.settings, self.train.batch([0])
         kept: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
@@ -184,25 +208,42 @@ class FewShotTraining:
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             self.learner.hypergradient(batch)
-        began = time.perf_counter()
-        self.learner.hypergradient(batch)
-        seconds = (time.perf_counter() - began) * self.settings.meta_batch / chunk / self.world.size
-        state = 6 * sum(leaf.nbytes for leaf in self.learner.lam.values())
-        return Estimate(seconds, sum(kept.values()) + state + batch.val[0].nbytes * self.settings.meta_batch // chunk)
+        step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(settings.meta_batch / self.world.size)
+        look = _seconds(lambda: self.learner.accuracies(batch, settings.steps))
+        weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
+        copies = 6 + (settings.meta_batch if self.world.size > 1 else 0)  # λ, its gradient, Adam's; all to be gathered
+        images = min(GROUP, settings.validation_episodes) * (batch.train[0].nbytes + batch.val[0].nbytes)
+        return Estimate(
+            seconds=step,
+            validation_seconds=look * settings.validation_episodes / self.world.size,
+            bytes=sum(kept.values()) + copies * weights + images,
+        )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will need: seconds for a hyperiteration, and bytes beyond what torch itself takes."""
+    """What a run will need: seconds for a hyperiteration and a validation, and bytes beyond what torch itself takes."""
 
     seconds: float
+    validation_seconds: float
     bytes: int
 
-    def describe(self, iterations: int) -> str:
+    def total(self, iterations: int, validate_every: int) -> float:
+        """Seconds for so many hyperiterations, with the validations before, between and after them."""
+        return self.seconds * iterations + self.validation_seconds * (1 + ceil(iterations / validate_every))
+
+    def describe(self, iterations: int, validate_every: int) -> str:
         return (
-            f"about {self.seconds:.2f} s a hyperiteration, {duration(self.seconds * iterations)} for {iterations:,}, "
-            f"and {self.bytes / 1e6:,.0f} MB of memory beyond torch's own"
+            f"about {self.seconds:.2f} s a hyperiteration and {self.validation_seconds:.1f} s a validation, "
+            f"{duration(self.total(iterations, validate_every))} for {iterations:,} hyperiterations, and "
+            f"{self.bytes / 1e6:,.0f} MB of memory beyond torch's own"
         )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.training.files import read_tensors, write_tensors
+from bilevel.training.files import not_written, read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,30 @@ class Checkpoints:
     keep: int = 2
 
     def write(self, iteration: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        write_tensors(self.folder / f"{iteration:09d}.safetensors", tensors, {"iteration": iteration, **facts})
-        for old in self.files()[: -self.keep]:
+        path = self.folder / f"{iteration:09d}.safetensors"
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise not_written(path, error) from error
+        write_tensors(path, tensors, {"iteration": iteration, **facts})
+        files = self.files()
+        here = files.index(path)
+        # A later one was damaged, or the run would have gone on from it.
+        for other in [*files[: max(0, here + 1 - self.keep)], *files[here + 1 :]]:
             with contextlib.suppress(OSError):
-                old.unlink()
+                other.unlink()
 
     def newest(self, report: Callable[[str], None]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest state that can be read, or None if there is none at all; damaged ones are reported."""
         files = self.files()
         for file in reversed(files):
             try:
-                return read_tensors(file)
+                tensors, facts = read_tensors(file)
+                if "iteration" not in facts:
+                    raise BilevelError(f"{file} is not a checkpoint: it says nothing about the run.")
+                return tensors, facts
             except BilevelError as error:
-                report(f"{error} Falling back to the checkpoint before it.")
+                report(f"{error} Looking for the checkpoint before it.")
         if files:
             raise BilevelError(f"None of the {len(files)} checkpoints in {self.folder} can be read; start a new run.")
         return None

@@ -37,9 +37,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
-        raise BilevelError(
-            f"{path} could not be written: {error.strerror or error}. What was there before is unchanged."
-        ) from error
+        raise not_written(path, error) from error
+
+
+class NotWritten(BilevelError):
+    """A file could not be written; what was there before is unchanged."""
+
+
+def not_written(path: Path, error: OSError) -> NotWritten:
+    return NotWritten(f"{path} could not be written: {error.strerror or error}. What was there before is unchanged.")
 
 
 def write_json(path: Path, content: Any) -> None:

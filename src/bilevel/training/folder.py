@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from bilevel.training.files import read_json, write_bytes, write_json
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`config.json`, `metrics.jsonl`, `last.safetensors`, `best.safetensors`, `checkpoints/`, TensorBoard's `events/`."""
+    """`config.json`, `metrics.jsonl`, `last.safetensors`, `best.safetensors`, `checkpoints/`, and `events/`."""
 
     path: Path
 
@@ -73,10 +74,18 @@ class RunFolder:
                 f"The run cannot be written to {self.path}: {error.strerror or error}. Choose another folder with "
                 "--out DIR."
             ) from error
+        self._sweep()
         try:
             yield
         finally:
             lock.release()
+
+    def _sweep(self) -> None:
+        """Remove what a process left that was killed while it wrote; see `write_bytes`."""
+        for folder in (self.path, self.checkpoints.folder):
+            for scratch in folder.glob(".*.*.*"):
+                with contextlib.suppress(OSError):
+                    scratch.unlink()
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write down what this run is; a folder that holds one already is left alone."""

@@ -8,27 +8,30 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.progress import bar
 from bilevel.training.distributed import World
-from bilevel.training.files import write_tensors
+from bilevel.training.files import NotWritten, write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import Log
-from bilevel.training.stopping import EarlyStopping, StopRequest, stop_requests
+from bilevel.training.stopping import EarlyStopping, Interrupted, StopRequest, stop_requests
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Job(Protocol):
-    """What is being learned. Hyperiterations are numbered 1, 2, …, and number k must depend on k and the state alone."""
+    """What is being learned. Hyperiterations are numbered 1, 2, …; number k depends on k and the state alone."""
 
     def step(self, iteration: int, stop: bool) -> tuple[dict[str, float], bool]:
-        """One hyperiteration: its numbers, and whether any process was asked to stop."""
+        """One hyperiteration: its `loss` and `images_per_second`, and whether any process was asked to stop.
 
-    def validate(self, iteration: int) -> dict[str, float]:
-        """Numbers on validation data; `score` is the one to maximise."""
+        If it raises, nothing has changed."""
+
+    def validate(self, iteration: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """Numbers on validation data, `score` being the one to maximise; raises `Interrupted` if `stop` says so."""
 
     def state(self) -> State:
         """Everything the next hyperiteration depends on."""
@@ -85,77 +88,114 @@ def train(
     A run that is stopped and continued goes through the same states, bit for bit, as one that was not. Rank 0 writes;
     all processes read the same checkpoint.
     """
-    return _Run(job, folder, schedule, world or World(), report).go(progress)
+    return Run(job, folder, schedule, world, report).go(progress)
 
 
-class _Run:
-    """One call of `train`."""
+class Run:
+    """`train` in two parts: the constructor goes back to the newest checkpoint, and `go` goes on from there."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, schedule: Schedule, world: World, report: Callable[[str], None]
+        self,
+        job: Job,
+        folder: RunFolder,
+        schedule: Schedule,
+        world: World | None = None,
+        report: Callable[[str], None] = print,
     ) -> None:
-        self.job, self.folder, self.schedule, self.world, self.report = job, folder, schedule, world, report
+        self.job, self.folder, self.schedule, self.world = job, folder, schedule, world or World()
         self.stopping = EarlyStopping(schedule.patience)
         self.iteration = 0
+        self.validated_at = -1
+        self.saved: tuple[int, int] | None = None
+        self.losses: list[dict[str, float]] = []
         self.earlier_seconds = 0.0
-        self.saved_at = -1
-        found = folder.checkpoints.newest(report if world.writes else lambda message: None)
-        if found is not None:
-            tensors, facts = found
-            job.restore(tensors, facts["job"])
-            self.stopping.restore(facts["stopping"])
-            self.iteration = self.saved_at = facts["iteration"]
-            self.earlier_seconds = facts["seconds"]
+        with self.world.agreed():
+            self._restore(report)
+        self._check_agreement()
         self.began = time.monotonic()
+
+    def _restore(self, report: Callable[[str], None]) -> None:
+        found = self.folder.checkpoints.newest(report if self.world.writes else lambda message: None)
+        if found is None:
+            return
+        tensors, facts = found
+        self.job.restore(tensors, facts["job"])
+        self.stopping.restore(facts["stopping"])
+        self.iteration, self.earlier_seconds = facts["iteration"], facts["seconds"]
+        self.validated_at = facts.get("validated_at", self.iteration)
+        self.losses = facts.get("losses", [])
+        self.saved = (self.iteration, self.validated_at)
+
+    def _check_agreement(self) -> None:
+        where = torch.zeros(self.world.size, dtype=torch.long)
+        where[self.world.rank] = self.iteration
+        self.world.sum(where)
+        if len(set(where.tolist())) > 1:
+            raise BilevelError(
+                f"The processes found checkpoints of hyperiterations {', '.join(map(str, where.tolist()))} in "
+                f"{self.folder.path}. Choose a folder that all machines share with --out DIR."
+            )
 
     @property
     def seconds(self) -> float:
         return self.earlier_seconds + time.monotonic() - self.began
 
-    def go(self, progress: bool) -> Ending:
-        with ExitStack() as stack:
-            stop = stack.enter_context(stop_requests())
-            log = stack.enter_context(Log(self.folder, self.iteration)) if self.world.writes else None
-            show = stack.enter_context(self._bar(progress and self.world.writes))
-            try:
-                outcome = self._loop(stop, log, show)
-            except DivergenceError as error:
-                outcome = Outcome("diverged", f"Stopped in hyperiteration {self.iteration + 1}: {error}")
-            self._save()
+    def go(self, progress: bool = False) -> Ending:
+        try:
+            with ExitStack() as stack:
+                stop = stack.enter_context(stop_requests())
+                log = stack.enter_context(self._log()) if self.world.writes else None
+                show = stack.enter_context(self._bar(progress and self.world.writes))
+                try:
+                    outcome = self._loop(stop, log, show)
+                except DivergenceError as error:
+                    outcome = Outcome("diverged", f"Stopped in hyperiteration {self.iteration + 1}: {error}")
+                self._save()
+        except NotWritten as error:
+            raise NotWritten(
+                f"{error} The run stopped after hyperiteration {self.iteration}, and its newest checkpoint is valid. "
+                "Make room and go on with --resume."
+            ) from error
         code = stop.exit_code if outcome.kind == "interrupted" else int(not outcome.ok)
         best = self.stopping
         return Ending(outcome, self.iteration, self.seconds, best.best, best.best_iteration, code)
 
     def _loop(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> Outcome:
-        schedule = self.schedule
-        if self.iteration == 0:
-            self._validate(log, show)
-        losses: list[dict[str, float]] = []
-        while self.iteration < schedule.iterations:
-            if self.stopping.stop:
-                return Outcome(
-                    "stopped early",
-                    f"Stopped early: no better validation score in {self.stopping.waited} validations.",
-                )
-            numbers, stopped = self.job.step(self.iteration + 1, bool(stop))
-            self.iteration += 1
-            losses.append(numbers)
-            if self.iteration % schedule.log_every == 0 or self.iteration == schedule.iterations:
-                means = {name: sum(line[name] for line in losses) / len(losses) for name in losses[0]}
-                losses.clear()
-                show(self.iteration, loss=f"{means['loss']:.4f}", rate=f"{means['images_per_second']:.0f}")
-                if log is not None:
-                    log.write(self.iteration, means)
-            if self.iteration % schedule.validate_every == 0 or self.iteration == schedule.iterations:
-                self._validate(log, show)
-            if self.iteration % schedule.checkpoint_every == 0:
+        schedule, stopped = self.schedule, False
+        while True:
+            due = self.iteration % schedule.validate_every == 0 or self.iteration == schedule.iterations
+            if due and self.validated_at != self.iteration:
+                try:
+                    self._validate(stop, log, show)
+                except Interrupted:  # made up for when the run goes on
+                    stopped = True
+            if self.iteration and self.iteration % schedule.checkpoint_every == 0:
                 self._save()
             if stopped:
                 return Outcome("interrupted", f"Stopped by {stop.name} after hyperiteration {self.iteration}.")
-        return Outcome("finished", f"Ran all {schedule.iterations} hyperiterations.")
+            if self.iteration >= schedule.iterations:
+                return Outcome("finished", f"Ran all {self.iteration} hyperiterations.")
+            if self.stopping.stop:
+                waited = self.stopping.waited
+                return Outcome("stopped early", f"Stopped early: no better validation score in {waited} validations.")
+            stopped = self._step(stop, log, show)
 
-    def _validate(self, log: Log | None, show: Callable[..., None]) -> None:
-        numbers = self.job.validate(self.iteration)
+    def _step(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> bool:
+        schedule = self.schedule
+        numbers, stopped = self.job.step(self.iteration + 1, bool(stop))
+        self.iteration += 1
+        self.losses.append(numbers)
+        means = {name: sum(line[name] for line in self.losses) / len(self.losses) for name in numbers}
+        show(self.iteration, loss=f"{means['loss']:.4f}", rate=f"{means['images_per_second']:.0f}")
+        if self.iteration % schedule.log_every == 0 or self.iteration == schedule.iterations:
+            self.losses.clear()
+            if log is not None:
+                log.write(self.iteration, means)
+        return stopped
+
+    def _validate(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> None:
+        numbers = self.job.validate(self.iteration, lambda: bool(stop))
+        self.validated_at = self.iteration
         show(self.iteration, accuracy=f"{numbers['score']:.2%}")
         better = self.stopping.update(self.iteration, numbers["score"])
         if log is not None:
@@ -165,19 +205,23 @@ class _Run:
 
     def _save(self) -> None:
         """A checkpoint, and the weights it holds for people who want only those."""
-        if not self.world.writes or self.saved_at == self.iteration:
+        now = (self.iteration, self.validated_at)
+        if not self.world.writes or self.saved == now:
             return
         tensors, facts = self.job.state()
-        everything = {"job": facts, "stopping": self.stopping.state(), "seconds": self.seconds}
-        try:
-            self.folder.checkpoints.write(self.iteration, tensors, everything)
-            write_tensors(self.folder.last, self.job.weights(), {"iteration": self.iteration, **facts})
-        except BilevelError as error:
-            raise BilevelError(
-                f"{error} The run stopped in hyperiteration {self.iteration}; its earlier checkpoint is valid. Make "
-                "room and go on with --resume."
-            ) from error
-        self.saved_at = self.iteration
+        everything = {
+            "job": facts,
+            "stopping": self.stopping.state(),
+            "seconds": self.seconds,
+            "validated_at": self.validated_at,
+            "losses": self.losses,
+        }
+        self.folder.checkpoints.write(self.iteration, tensors, everything)
+        write_tensors(self.folder.last, self.job.weights(), {"iteration": self.iteration, **facts})
+        self.saved = now
+
+    def _log(self) -> Log:
+        return Log(self.folder, self.iteration if self.saved else None)
 
     def _bar(self, progress: bool) -> AbstractContextManager[Callable[..., None]]:
         if not progress:

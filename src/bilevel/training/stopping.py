@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+# A Ctrl-C reaches a process twice under torchrun, from the terminal and passed on; later than this it is a second one.
+ECHO_SECONDS = 3.0
 
 
 @dataclass
@@ -42,37 +46,45 @@ class EarlyStopping:
         self.best_iteration, self.waited = state["best_iteration"], state["waited"]
 
 
+class Interrupted(Exception):
+    """Something long was left unfinished, because a stop was asked for."""
+
+
 @dataclass
 class StopRequest:
-    """Whether Ctrl-C or SIGTERM came, and which."""
+    """Whether Ctrl-C or SIGTERM came to this process, which, and when."""
 
     signal: signal.Signals | None = None
+    when: float = 0.0
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     @property
     def name(self) -> str:
-        return {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[self.signal or signal.SIGINT]
+        names = {None: "a signal to another process", signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+        return names[self.signal]
 
     @property
     def exit_code(self) -> int:
         """The shell's convention for a process ended by a signal."""
-        return 128 + int(self.signal or signal.SIGINT)
+        return 128 + int(self.signal or signal.SIGTERM)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Ctrl-C and SIGTERM become a request that the loop answers between two hyperiterations; a second one is at once."""
+    """Ctrl-C and SIGTERM become a request that the loop answers when it can save; a second one ends it at once."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may install handlers
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        if request:
+        now = time.monotonic()
+        if not request:
+            request.signal, request.when = signal.Signals(number), now
+        elif now - request.when > ECHO_SECONDS:
             raise KeyboardInterrupt
-        request.signal = signal.Signals(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
