@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -33,5 +34,6 @@ def bar(title: str, total: int, detail: str = "", done: int = 0, **start: str) -
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     columns += [TextColumn(detail)] if detail else []
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=total, completed=done, value="…", **start)
+        fields: dict[str, Any] = {"value": "…", **start}
+        task = progress.add_task(title, total=total, completed=done, **fields)
         yield lambda done, **fields: progress.update(task, completed=done, **fields)

@@ -98,7 +98,7 @@ def show(result: dict[str, Any]) -> None:
     test = result["test"]
     typer.echo(
         f"Meta-test accuracy {test['accuracy']:.2%} ± {test['interval']:.2%} with T = {test['steps']}, chosen on "
-        f"meta-validation.\n{result['data']}, {result['ways']}-way {result['shots']}-shot, {result['queries']} queries a "
-        f"class disjoint from the support set, {result['episodes']} episodes each.\n"
+        f"meta-validation.\n{result['data']}, {result['ways']}-way {result['shots']}-shot, {result['queries']} queries "
+        f"a class disjoint from the support set, {result['episodes']} episodes each.\n"
         f"Batch norm: {result['batch_norm']}, {MEANING[result['batch_norm']]}."
     )

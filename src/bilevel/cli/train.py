@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 import sys
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
@@ -28,7 +29,9 @@ def command(**options: Any) -> None:
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
     data_root, threads = options.pop("data_root"), options.pop("threads")
     given = {key: value for key, value in options.items() if value is not None}
-    folder = out or Path("runs") / (name or given.get("dataset", "custom"))
+    folder = out or Path("runs") / (name or Path(given.get("dataset", "custom")).resolve().name)
+    if resume and not (folder / "config.json").exists():
+        raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")
     settings = _settings(name, given, folder if resume else None)
 
     from bilevel.cli._training import run
@@ -56,7 +59,7 @@ def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> 
 
 
 def _said(words: list[str]) -> str:
-    return " ".join(["bilevel", *words[1:]])
+    return shlex.join(["bilevel", *words[1:]])
 
 
 def _parameters() -> list[inspect.Parameter]:

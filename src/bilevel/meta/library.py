@@ -53,8 +53,9 @@ def find(spec: str, batch_norm: str | None = None) -> Trained:
         return found
     if batch_norm == "running":
         raise BilevelError("batch_norm='running' needs averages from training, and this model was trained without.")
-    found.learner.batch_norm = batch_norm  # type: ignore[assignment]
-    return replace(found, settings=replace(found.settings, batch_norm=batch_norm))
+    settings = Settings.of({**found.settings.plain(), "batch_norm": batch_norm})
+    found.learner.batch_norm = settings.batch_norm
+    return replace(found, settings=settings)
 
 
 def _from_zoo(name: str) -> Trained:
@@ -65,6 +66,8 @@ def _from_zoo(name: str) -> Trained:
 
 def _from_files(name: str, stem: Path) -> Trained:
     card = read_json(stem.with_name(stem.name + ".json"))
+    if not isinstance(card, dict) or not {"settings", "learner"} <= card.keys():
+        raise BilevelError(f"{stem}.json is not the card of a learner that `bilevel evaluate --save` wrote.")
     return Trained(name, HyperRepresentation.load(stem), Settings.of(card["settings"]), card)
 
 
@@ -76,6 +79,9 @@ def _from_run(path: Path) -> Trained:
     if file is None:
         raise BilevelError(f"{path} holds no weights yet; the run has not reached its first validation.")
     weights, facts = read_tensors(file)
-    learner = HyperRepresentation.from_settings({**config["learner"], "inner_lr": facts["inner_lr"]})
+    try:
+        learner = HyperRepresentation.from_settings({**config["learner"], "inner_lr": facts["inner_lr"]})
+    except (KeyError, TypeError) as error:
+        raise BilevelError(f"{folder.config_file} does not say which learner this is ({error}).") from error
     learner.set_weights(weights)
     return Trained(str(path), learner, settings, {**config, "weights": facts})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from bilevel.errors import BilevelError
 
@@ -45,9 +46,11 @@ class Settings:
     seed: int = _setting(0, "Of the weights, the episodes and the split of classes.")
 
     def __post_init__(self) -> None:
-        for name in ("ways", "shots", "queries", "meta_batch", "steps", "validate_every", "validation_episodes"):
+        for name, hint in get_type_hints(Settings).items():
+            _check_kind(name, getattr(self, name), hint)
+        for name in ("ways", "shots", "queries", "meta_batch", "steps", "validate_every", "checkpoint_every"):
             _at_least(self, name, 1)
-        _at_least(self, "checkpoint_every", 1)
+        _at_least(self, "validation_episodes", 2)
         for name in ("iterations", "patience", "image_size", "seed", "l2", "decay", "clip", "step_bound"):
             _at_least(self, name, 0)
         for name in ("inner_lr", "lr"):
@@ -55,6 +58,8 @@ class Settings:
                 raise BilevelError(f"{name}={getattr(self, name)} would not move anything; pass a number > 0.")
         if not 0 <= self.average < 1:
             raise BilevelError(f"average={self.average} must be at least 0 and below 1; 0.999 is a good value.")
+        if self.seed >= 2**60:
+            raise BilevelError(f"seed={self.seed} is too large; pass a whole number below 2⁶⁰.")
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -77,3 +82,17 @@ def _at_least(settings: Settings, name: str, least: int) -> None:
     value = getattr(settings, name)
     if not value >= least:
         raise BilevelError(f"{name}={value} must be at least {least}.")
+
+
+def _check_kind(name: str, value: Any, hint: Any) -> None:
+    """A setting from a file, or from Python, may be of any type."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise BilevelError(f"{name}={value!r} is unknown; pass one of {', '.join(get_args(hint))}.")
+        return
+    legal = (int, float) if hint is float else hint
+    if not isinstance(value, legal) or (isinstance(value, bool) and hint is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        raise BilevelError(f"{name}={value!r} is not {words[hint]}.")
+    if hint is float and not math.isfinite(value):
+        raise BilevelError(f"{name}={value} is not finite.")
