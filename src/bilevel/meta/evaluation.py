@@ -13,7 +13,7 @@ from bilevel.errors import BilevelError
 from bilevel.problem import Task
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
-from bilevel.training.stopping import Interrupted
+from bilevel.training.stopping import Interrupted, StopRequest
 
 # Episodes drawn and classified at a time; it bounds memory and does not change the result.
 GROUP = 20
@@ -47,21 +47,21 @@ def judge(
     steps: int,
     world: World | None = None,
     report: Callable[[int], None] = lambda done: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: StopRequest | bool = False,
 ) -> Score:
-    """Accuracies on episodes 0…count − 1 of the stream; `Interrupted` if `stop` says so on any process."""
+    """Accuracies on episodes 0…count − 1 of the stream; `Interrupted` if a process is asked to stop."""
     if count < 2:
         raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
     world = world or World()
     table = torch.zeros(count, steps, dtype=torch.float64)
     done = 0
     for group in world.share(_groups(count)):
-        if stop():
+        if stop:
             break
         table[group.start : group.stop] = learner.accuracies(episodes.batch(group), steps)
         done += len(group)
         report(min(done * world.size, count))
-    if world.any(stop()):
+    if world.any(bool(stop)):
         raise Interrupted
     world.sum(table)
     means, deviations = table.mean(0), table.std(0)

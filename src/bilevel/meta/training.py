@@ -23,6 +23,7 @@ from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
+from bilevel.training.stopping import StopRequest
 
 METHODS = {"reverse": Reverse(), "first-order": FirstOrder()}
 # Validation and test episodes must not be training's, and every split needs its own stream.
@@ -104,7 +105,7 @@ class FewShotTraining:
 
     # ------------------------------------------------------------------------------------------- the job
 
-    def step(self, iteration: int, stop: bool = False) -> tuple[dict[str, float], bool]:
+    def step(self, iteration: int, stop: StopRequest | bool = False) -> tuple[dict[str, float], bool]:
         settings, began = self.settings, time.perf_counter()
         if settings.step_bound and (iteration - 1) % BOUND_EVERY == 0:
             self._bound_step()
@@ -117,7 +118,7 @@ class FewShotTraining:
         self._update(total / settings.meta_batch, iteration)
         seconds = time.perf_counter() - began
         rate = settings.meta_batch * self._images() / seconds
-        return {"loss": float(total[0]) / settings.meta_batch, "images_per_second": rate}, self.world.any(stop)
+        return {"loss": float(total[0]) / settings.meta_batch, "images_per_second": rate}, self.world.any(bool(stop))
 
     def _episode(self, number: int) -> Tensor:
         """f_T, ∇f_T and the statistics that batch norm's running averages are made of, in one vector."""
@@ -148,7 +149,7 @@ class FewShotTraining:
             for name, leaf in self.learner.lam.items():
                 self.mean[name].lerp_(leaf, 1 - factor)
 
-    def validate(self, iteration: int, stop: Callable[[], bool] = lambda: False) -> dict[str, float]:
+    def validate(self, iteration: int, stop: StopRequest | bool = False) -> dict[str, float]:
         count, steps = self.settings.validation_episodes, self.settings.steps
         with self.learner.at(self.weights()):
             score = judge(self.learner, self.val, count, steps, self.world, stop=stop)

@@ -20,7 +20,7 @@ from bilevel.errors import BilevelError
 
 # The metadata of a safetensors file is text by name, written in no fixed order; ours is one JSON object under one name,
 # so that equal content is equal bytes.
-FACTS, DIGEST = "bilevel", "sha256"
+FACTS, DIGEST = "bilevel", "checksum"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -64,7 +64,7 @@ def read_json(path: Path) -> Any:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
     """The tensors and some JSON facts as one safetensors file."""
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = json.dumps({**(facts or {}), DIGEST: _digest(dense)}, sort_keys=True)
+    metadata = json.dumps({**(facts or {}), DIGEST: _digest(dense, facts or {})}, sort_keys=True)
     write_bytes(path, save(dense, {FACTS: metadata}))
 
 
@@ -79,13 +79,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BilevelError(f"{path} does not exist.") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise BilevelError(f"{path} is damaged: {error}.") from error
-    if facts.pop(DIGEST, None) not in (None, _digest(tensors)):
+    if facts.pop(DIGEST, None) not in (None, _digest(tensors, facts)):
         raise BilevelError(f"{path} is damaged: its content does not match its checksum.")
     return tensors, facts
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import socket
+import time
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,18 +30,17 @@ class Log:
         try:
             # Unbuffered, so that a full disk is noticed by the line that meets it.
             self.file = folder.metrics.open("ab", buffering=0)
+            self.events = _events(folder.events, iteration)
         except OSError as error:
             raise not_written(self.path, error) from error
-        self.events: Any = _events(folder, iteration)
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         try:
             self.file.write((json.dumps({"iteration": iteration, **numbers}) + "\n").encode())
+            if self.events is not None:
+                self.events.write(iteration, numbers)
         except OSError as error:
             raise not_written(self.path, error) from error
-        if self.events is not None:
-            for name, number in numbers.items():
-                self.events.add_scalar(name, number, iteration)
 
     def __enter__(self) -> Log:
         return self
@@ -47,14 +50,35 @@ class Log:
     ) -> None:
         self.file.close()
         if self.events is not None:
-            with contextlib.suppress(OSError):  # a picture of what is in metrics.jsonl
-                self.events.close()
+            self.events.file.close()
 
 
-def _events(folder: RunFolder, iteration: int | None) -> Any:
+class Events:
+    """One of TensorBoard's files. Its own writer has a thread, in which an error ends as a traceback."""
+
+    def __init__(self, folder: Path, iteration: int | None) -> None:
+        self.event: Any = import_module("tensorboard.compat.proto.event_pb2")
+        self.summary: Any = import_module("tensorboard.compat.proto.summary_pb2")
+        writer: Any = import_module("tensorboard.summary.writer.record_writer")
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = (folder / name).open("wb", buffering=0)
+        self.records = writer.RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+        if iteration is not None:  # what was logged after the checkpoint is run again, and replaced
+            start = self.event.SessionLog(status=self.event.SessionLog.START)
+            self._add(step=iteration + 1, session_log=start)
+
+    def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
+        values = [self.summary.Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._add(step=iteration, summary=self.summary.Summary(value=values))
+
+    def _add(self, **content: Any) -> None:
+        self.records.write(self.event.Event(wall_time=time.time(), **content).SerializeToString())
+
+
+def _events(folder: Path, iteration: int | None) -> Events | None:
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return Events(folder, iteration)
     except ImportError:
         return None
-    # What was logged after the checkpoint is run again, and replaced.
-    return SummaryWriter(str(folder.events), purge_step=None if iteration is None else iteration + 1)

@@ -25,13 +25,13 @@ State = tuple[dict[str, Tensor], dict[str, Any]]
 class Job(Protocol):
     """What is being learned. Hyperiterations are numbered 1, 2, …; number k depends on k and the state alone."""
 
-    def step(self, iteration: int, stop: bool) -> tuple[dict[str, float], bool]:
+    def step(self, iteration: int, stop: StopRequest) -> tuple[dict[str, float], bool]:
         """One hyperiteration: its `loss` and `images_per_second`, and whether any process was asked to stop.
 
         If it raises, nothing has changed."""
 
-    def validate(self, iteration: int, stop: Callable[[], bool]) -> dict[str, float]:
-        """Numbers on validation data, `score` being the one to maximise; raises `Interrupted` if `stop` says so."""
+    def validate(self, iteration: int, stop: StopRequest) -> dict[str, float]:
+        """Numbers on validation data, with the `score` to maximise; `Interrupted` if a process is asked to stop."""
 
     def state(self) -> State:
         """Everything the next hyperiteration depends on."""
@@ -182,7 +182,7 @@ class Run:
 
     def _step(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> bool:
         schedule = self.schedule
-        numbers, stopped = self.job.step(self.iteration + 1, bool(stop))
+        numbers, stopped = self.job.step(self.iteration + 1, stop)
         self.iteration += 1
         self.losses.append(numbers)
         means = {name: sum(line[name] for line in self.losses) / len(self.losses) for name in numbers}
@@ -194,7 +194,7 @@ class Run:
         return stopped
 
     def _validate(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> None:
-        numbers = self.job.validate(self.iteration, lambda: bool(stop))
+        numbers = self.job.validate(self.iteration, stop)
         self.validated_at = self.iteration
         show(self.iteration, accuracy=f"{numbers['score']:.2%}")
         better = self.stopping.update(self.iteration, numbers["score"])
