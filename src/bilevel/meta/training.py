@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from math import ceil
@@ -15,12 +16,13 @@ from torch import Tensor
 from bilevel.certificate import certify
 from bilevel.data import ImageDataset, load
 from bilevel.data.base import source
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.meta.evaluation import GROUP, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
+from bilevel.problem import Problem, Task
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 from bilevel.training.stopping import StopRequest
@@ -157,12 +159,19 @@ class FewShotTraining:
 
     def _bound_step(self) -> None:
         """Gradient descent converges below 2/ν only, and ν changes with λ: measure it and keep away."""
-        learner = self.learner
-        with learner.at(self.weights()):
-            batch = self.val.batch(range(CURVATURE_EPISODES))
-            problem = learner.problem(CURVATURE_EPISODES, self.settings.ways)
+        learner, (images, labels) = self.learner, self.val.batch(range(CURVATURE_EPISODES)).train
+        with torch.no_grad(), learner.at(self.weights()):
+            # The features are computed here, an episode at a time; `encode` would keep the graphs of all of them.
+            sets = [learner.represent_sets(learner.lam, support, support, training=True)[0] for support in images]
+        full, batch = learner.problem(CURVATURE_EPISODES, self.settings.ways), (torch.stack(sets), labels)
+        problem = Problem(full.inner, full.outer, full.init)
+        with warnings.catch_warnings():
+            # That the step lies above the limit is what is about to be mended.
+            warnings.simplefilter("ignore", BilevelWarning)
             # At w_0 = 0 a logistic loss is most curved. μ is of no interest here, and given as 0 it is not looked for.
-            found = certify(problem, learner.lam, batch, dynamics=learner.dynamics, steps=0, mu=0.0, products=30)
+            found = certify(
+                problem, learner.lam, Task(batch, batch), dynamics=learner.dynamics, steps=0, mu=0.0, products=30
+            )
         learner.inner_lr = min(self.settings.inner_lr, self.settings.step_bound / found.nu)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
