@@ -1,10 +1,13 @@
 """What the methods keep and how often they run things, counted."""
 
+import gc
+
 import pytest
 import torch
 
 import bilevel as bl
 from bilevel.methods import reverse
+from bilevel.methods.process import Process
 from bilevel.testing import relative_error
 
 ALONE = bl.Reverse(group_bytes=0)
@@ -98,11 +101,44 @@ def test_auto_says_why_and_is_exact(capsys):
 
 def test_auto_turns_to_thrift_when_memory_is_short():
     from bilevel.methods.auto import choose
-    from bilevel.methods.process import Process
-
     problem, lam, task = counted([])
     process = lambda lam, steps: Process(problem, lam, task, bl.Adam(0.1), steps)  # noqa: E731
     assert type(choose(process(lam, 100), budget=130_000)[0]) is bl.Reverse
     assert choose(process(lam, 100), budget=10_000)[0] == bl.Reverse("sqrt")
     scalar = bl.Problem(lambda w, lam, b: (lam * w**2).sum(), problem.outer, problem.init)
     assert type(choose(Process(scalar, torch.tensor(0.4), task, bl.Adam(0.1), 100), budget=10_000)[0]) is bl.Forward
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        bl.Unrolled(),
+        bl.Reverse(),
+        bl.Reverse("sqrt"),
+        bl.Truncated(3),
+        bl.Forward(),
+        bl.Reversible(),
+        bl.Spectral(),
+        bl.Implicit(),
+        bl.FirstOrder(),
+        "auto",
+    ],
+    ids=str,
+)
+def test_nothing_waits_for_the_garbage_collector(method):
+    """What a call recorded is freed when it returns; in a cycle it would stay until Python happens to collect."""
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (b * w**2).sum(),
+        outer=lambda w, lam, b: (w**2 + lam**2).sum(),
+        init=lambda lam: torch.ones(5),
+        encode=lambda lam, task: bl.Task(lam.exp(), task.val),
+    )
+    settings = {"dynamics": bl.HeavyBall(0.1, 0.5), "steps": 20, "method": method}
+    bl.hypergradient(problem, torch.zeros(5), bl.Task(None, None), **settings)
+    gc.collect()
+    gc.disable()
+    try:
+        bl.hypergradient(problem, torch.zeros(5), bl.Task(None, None), **settings)
+        assert not [thing for thing in gc.get_objects() if type(thing) is Process]
+    finally:
+        gc.enable()

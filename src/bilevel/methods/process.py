@@ -152,25 +152,26 @@ class Process:
         return len(self._encoded)
 
 
-@dataclass
 class Bound:
-    """The maps Φ_0, Φ_t and E of a process at fixed variables."""
+    """The maps Φ_0, Φ_t and E of a process at fixed variables.
 
-    process: Process
-    lam: Tree
-    task: Task
+    It holds no reference to the process: the two would form a cycle, and everything that `encode` recorded would stay
+    in memory until Python's garbage collector happens to run.
+    """
 
-    def __post_init__(self) -> None:
-        problem = self.process.problem
+    def __init__(self, process: Process, lam: Tree, task: Task) -> None:
+        self.lam, self.task = lam, task
+        problem = process.problem
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
+        self._start, self._previous = process.start, process.previous
         with torch.enable_grad():
-            self.dynamics = call_user("the function of λ passed as dynamics", self.process.dynamics, self.lam)
+            self.dynamics = call_user("the function of λ passed as dynamics", process.dynamics, self.lam)
 
     def start(self) -> State:
         """Φ_0(λ) with fresh auxiliary variables, or the state that the process was told to continue from."""
-        if self.process.previous is not None:
-            return trees.detach(self.process.previous.state)
-        w = self._init(self.lam) if self.process.start is None else trees.detach(self.process.start)
+        if self._previous is not None:
+            return trees.detach(self._previous.state)
+        w = self._init(self.lam) if self._start is None else trees.detach(self._start)
         # When w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not pick up ∂L/∂λ.
         w = trees.map(_own_copy, w)
         return w, self.dynamics.init(w)
