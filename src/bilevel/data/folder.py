@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,6 +108,22 @@ def image_files(folder: Path) -> list[Path]:
         (file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")),
         key=str,
     )
+
+
+def search(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The image files at any depth below a folder, and the files that are left out as hidden or of another kind.
+
+    Hidden folders are not entered, and links to folders are not followed, so that a loop of links ends.
+    """
+    images: list[Path] = []
+    others: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        here = Path(place)
+        found = image_files(here)
+        images += found
+        others += [here / name for name in names if here / name not in found]
+    return sorted(images, key=str), sorted(others, key=str)
 
 
 def read_file(file: Path, mode: Mode, size: int | None = None) -> tuple[NDArray[np.uint8], str]:

@@ -85,6 +85,30 @@ def to_array(picture: Image.Image, size: int | None = None) -> NDArray[np.uint8]
     return array[:, :, None] if array.ndim == 2 else array
 
 
+def border(picture: Image.Image) -> NDArray[np.uint8]:
+    """The outermost pixels, one row each."""
+    pixels = to_array(picture)
+    return np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+
+
+def background(picture: Image.Image) -> tuple[int, ...]:
+    """The colour around the subject: the median of the border, channel by channel.
+
+    >>> background(Image.new("RGB", (9, 9), (250, 240, 230)))
+    (250, 240, 230)
+    """
+    return tuple(int(value) for value in np.median(border(picture), axis=0))
+
+
+def to_shape(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+    """H×W×C with the whole picture in it: scaled as one, and what is left of the sides filled with the background."""
+    if picture.size != (width, height):
+        fill = background(picture)
+        color = fill[0] if len(fill) == 1 else fill
+        picture = ImageOps.pad(picture, (width, height), Image.Resampling.BILINEAR, color=color)
+    return to_array(picture)
+
+
 def _eight_bits(picture: Image.Image) -> Image.Image:
     numbers: NDArray[Any] = np.asarray(picture).astype(np.int64)
     if numbers.min() < 0 or numbers.max() > 65535:
