@@ -1,0 +1,198 @@
+"""`bilevel runs`: the trainings in a folder, how far each has come, and how good it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bilevel.cli.list import columns
+from bilevel.errors import BilevelError
+
+# Nothing here imports torch: what is shown stands in JSON files.
+ZOO = Path(__file__).parents[1] / "meta" / "zoo"
+HEADER = ("run", "task", "hyperiterations", "meta-validation", "batch norm", "T", "minutes", "changed", "state")
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.", metavar="[DIR]")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+) -> None:
+    """List trainings and their best meta-validation accuracy, and the models that come with the package.
+
+    A state is running, finished, stopped (continue it with `bilevel train --resume --out RUN`), or what is wrong.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise BilevelError(f"{folder} is a file; pass the folder that holds the runs.")
+    runs = [describe(path) for path in find(folder)]
+    zoo = [_model(card) for card in sorted(ZOO.glob("*.json"))]
+    if as_json:
+        typer.echo(json.dumps({"runs": runs, "zoo": zoo}, indent=1))
+        return
+    if runs:
+        columns([HEADER, *(_row(run) for run in runs)])
+        typer.echo(
+            "\nmeta-validation: the best accuracy so far, with this T and batch norm. Next: bilevel evaluate RUN"
+        )
+    else:
+        typer.echo(f"There are no runs in {folder}. Start one: bilevel train glyphs-5way-1shot")
+    if zoo:
+        typer.echo("")
+        columns([("model", "task", "meta-test", "batch norm", "T"), *(_model_row(model) for model in zoo)])
+
+
+def find(folder: Path) -> list[Path]:
+    """The folders of runs, each known by its config.json; a run holds no other runs."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "config.json" in names:
+            found.append(Path(place))
+            folders.clear()
+    return sorted(found)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the files of a run say. A damaged run says so in its state, and does not keep others from being read."""
+    run: dict[str, Any] = {"run": str(path), "changed": _changed(path)}
+    try:
+        return run | _described(path)
+    except KeyError as error:
+        return run | {"state": f"damaged: config.json has no {error}"}
+    except (BilevelError, OSError, TypeError, AttributeError) as error:
+        return run | {"state": f"damaged: {error}"}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    config = _read(path / "config.json")
+    if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
+        raise BilevelError("config.json is not the configuration of a run")
+    known = ("dataset", "ways", "shots", "iterations", "batch_norm", "steps", "patience")
+    run = {"preset": config.get("preset"), **{name: config["settings"][name] for name in known}}
+    lines = _metrics(path / "metrics.jsonl")
+    scores = [(line["score"], line["iteration"], line.get("interval")) for line in lines if "score" in line]
+    # The first of equals, as training keeps it.
+    best = max(scores, key=lambda line: (line[0], -line[1]), default=(None, None, None))
+    run["accuracy"], run["best_iteration"], run["interval"] = best
+    run["done"] = max((line["iteration"] for line in lines), default=0)
+    run["minutes"] = max((line["minutes"] for line in lines if "minutes" in line), default=None)
+    waited = sum(line[1] > best[1] for line in scores)
+    run["state"] = _state(path, run, waited)
+    return run
+
+
+def _state(path: Path, run: dict[str, Any], waited: int) -> str:
+    damage = [_damage(path / name) for name in ("best.safetensors", "last.safetensors")]
+    if any(damage):
+        return f"damaged: {next(filter(None, damage))}"
+    if _locked(path / ".lock"):
+        return "running"
+    if run["done"] >= run["iterations"]:
+        return "finished"
+    if run["patience"] and waited >= run["patience"]:
+        return "finished early"
+    return "stopped" if (path / "last.safetensors").exists() else "stopped, no weights yet"
+
+
+def _locked(lock: Path) -> bool:
+    """Whether a process holds the lock. It is taken for an instant, and only where it exists, so nothing is created."""
+    if not lock.exists():
+        return False
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # another user's folder: whoever may not lock cannot tell
+        return False
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a file of weights; its length and header are looked at, and not its checksum."""
+    if not file.exists():
+        return ""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            return ""
+    except (SafetensorError, OSError) as error:
+        return f"{file.name} cannot be read ({error})"
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BilevelError(f"{file.name} cannot be read ({error})") from error
+
+
+def _metrics(file: Path) -> list[dict[str, Any]]:
+    """The records of a run; a line that a crash cut short is left out."""
+    found = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+            found.append(record)
+    return found
+
+
+def _changed(path: Path) -> float:
+    """When something was last written: seconds since 1970."""
+    files = ("metrics.jsonl", "last.safetensors", "best.safetensors", "config.json")
+    return max((path / name).stat().st_mtime for name in files if (path / name).exists())
+
+
+def _model(card: Path) -> dict[str, Any]:
+    model: dict[str, Any] = {"model": f"zoo:{card.stem}"}
+    try:
+        content = _read(card)
+        settings, score = content["settings"], content.get("score", {})
+        model |= {name: settings[name] for name in ("dataset", "ways", "shots", "batch_norm")}
+        test = score.get("test", {})
+        return model | {key: test.get(key) for key in ("accuracy", "interval", "steps")}
+    except (BilevelError, KeyError, TypeError, AttributeError) as error:
+        return model | {"damaged": str(error)}
+
+
+def _row(run: dict[str, Any]) -> tuple[str, ...]:
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["changed"]))
+    if "done" not in run:
+        return (run["run"], "", "", "", "", "", "", when, run["state"])
+    return (
+        run["run"],
+        run["preset"] or _task(run),
+        f"{run['done']:,} of {run['iterations']:,}",
+        _score(run),
+        run["batch_norm"],
+        str(run["steps"]),
+        "" if run["minutes"] is None else f"{run['minutes']:.1f}",
+        when,
+        run["state"],
+    )
+
+
+def _model_row(model: dict[str, Any]) -> tuple[str, ...]:
+    if "damaged" in model:
+        return (model["model"], f"damaged: {model['damaged']}", "", "", "")
+    steps = "" if model["steps"] is None else str(model["steps"])
+    return (model["model"], _task(model), _score(model), model["batch_norm"], steps)
+
+
+def _task(row: dict[str, Any]) -> str:
+    return f"{row['dataset']} {row['ways']}-way {row['shots']}-shot"
+
+
+def _score(row: dict[str, Any]) -> str:
+    if row["accuracy"] is None:
+        return "none yet"
+    return f"{row['accuracy']:.2%}" + ("" if row["interval"] is None else f" ± {row['interval']:.2%}")
