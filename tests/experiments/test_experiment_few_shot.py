@@ -1,0 +1,201 @@
+"""The few-shot demonstration on a few scripts of Glyphs: what it learns, what it compares, and what it draws."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from bilevel import BilevelError
+from bilevel.data import _scripts, load
+from bilevel.experiments import _few_shot_picture, few_shot
+from bilevel.experiments._plotting import RED
+from bilevel.experiments.base import reproduce
+
+# Drawing all of Glyphs takes half a minute; these scripts take seconds.
+FEW = {
+    "greek": ("train", ((0x391, 0x3C9),)),
+    "hebrew": ("test", ((0x5D0, 0x5EA),)),
+    "lao": ("val", ((0xE81, 0xE9A),)),
+    "latin": ("train", ((0x61, 0x7A),)),
+    "cyrillic": ("train", ((0x410, 0x42F),)),
+}
+# A real training, but a short one.
+SHORT = {"iterations": "150", "looks": "2", "look_episodes": "20", "validation_episodes": "20", "test_episodes": "60"}
+TINY = {**SHORT, "iterations": "2", "test_episodes": "4", "validation_episodes": "3", "step_sizes": "0.1,0.3"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_scripts(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scripts, "SCRIPTS", FEW)
+        patch.setenv("BILEVEL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield load("glyphs", progress=False)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return reproduce("few-shot", SHORT, out=tmp_path_factory.mktemp("results"), progress=False)
+
+
+def test_a_learned_representation_beats_raw_pixels_on_unseen_scripts(short):
+    found = {name: one["accuracy"] for name, one in short[0].numbers["accuracy"].items()}
+    assert found["reverse"] > found["pixels"] + 0.2
+    assert found["reverse"] > found["untrained"] + 0.25
+    assert found["pixels"] > 0.35 and found["untrained"] > 0.25  # all of them know more than chance, which is 0.2
+
+
+def test_both_trainings_start_alike_and_both_learn(short):
+    curves = short[0].numbers["meta-validation while learning"]
+    assert short[0].numbers["hyperiterations"] == [0, 75, 150]
+    assert curves["reverse"][0] == curves["first-order"][0] and curves["reverse"][1:] != curves["first-order"][1:]
+    assert all(curve[-1] > curve[0] + 0.1 for curve in curves.values())
+
+
+def test_the_difference_is_that_of_the_rows_and_pairing_narrows_it(short):
+    numbers = short[0].numbers
+    one, other, gap = (
+        *(numbers["accuracy"][name] for name in ("reverse", "first-order")),
+        numbers["reverse minus first-order"],
+    )
+    assert gap["accuracy"] == pytest.approx(one["accuracy"] - other["accuracy"], abs=1e-12)
+    assert 0 < gap["interval"] < np.hypot(one["interval"], other["interval"])
+
+
+def test_what_is_written(short):
+    result, record = short
+    assert {file.name for file in record.folder.iterdir()} == {"result.json", "few-shot.png", "table.md"}
+    written = json.loads((record.folder / "result.json").read_text(encoding="utf-8"))
+    assert "not in the paper" in written["paper"] and any("no table of the paper" in note for note in written["notes"])
+    assert any("Batch norm: episode" in note and "transductive" in note for note in written["notes"])
+    assert [row[0] for row in result.table.rows] == list(few_shot.NAMES.values())
+    for name, row in zip(few_shot.NAMES, result.table.rows, strict=True):
+        found = written["numbers"]["accuracy"][name]
+        assert row[1] == str(found["steps"]) and row[4:] == (
+            f"{100 * found['accuracy']:.2f}",
+            f"{100 * found['interval']:.2f}",
+        )
+        # T is the best on meta-validation, and never looked for on the test scripts.
+        assert found["steps"] == 1 + int(np.argmax(found["validation for every T"]))
+
+
+def test_the_picture_shows_something_everywhere(short):
+    image = matplotlib.image.imread(short[1].folder / "few-shot.png")[..., :3]
+    assert image.shape[0] > 600 and image.shape[1] > 1500
+    for part in (quarter for half in np.array_split(image, 2) for quarter in np.array_split(half, 4, axis=1)):
+        assert part.std() > 0.05
+
+
+def test_quick(tmp_path):
+    assert len(few_shot.QUICK) > 3 and few_shot.QUICK["iterations"] <= 100
+    result, record = reproduce("few-shot", {"iterations": "10"}, quick=True, out=tmp_path, progress=False)
+    assert record.command == "bilevel run few-shot --quick --set iterations=10"
+    assert len(result.table.rows) == 4 and (tmp_path / "few-shot" / "few-shot.png").exists()
+
+
+def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
+    runs = []
+    for seed, dtype in (("0", torch.float64), ("0", torch.float32), ("1", torch.float64)):
+        torch.set_default_dtype(dtype)
+        runs.append(reproduce("few-shot", TINY | {"seed": seed}, out=tmp_path, progress=False)[0].numbers)
+        assert torch.get_default_dtype() == dtype
+    assert runs[0] == runs[1] and runs[0] != runs[2]
+
+
+def test_raw_pixels_are_logistic_regression_on_pixels(few_scripts):
+    settings = few_shot.Settings()
+    with few_shot.single_precision():
+        learner = few_shot._pixels(settings, few_scripts)
+        episodes = few_shot.episodes(few_shot._training(settings, "reverse"), few_scripts, "test").batch([3])
+        learner.inner_lr = 0.2
+        found = learner.accuracies(episodes, 6)[0]
+    (x, y), (queries, answers) = (
+        (images[0].flatten(1).double().numpy(), labels[0].numpy()) for images, labels in (episodes.train, episodes.val)
+    )
+    x, queries = (np.hstack([part, np.ones((len(part), 1))]) for part in (x, queries))
+    w = np.zeros((x.shape[1], 5))
+    for accuracy in found:
+        logits = np.exp(x @ w)
+        w -= 0.2 * x.T @ (logits / logits.sum(1, keepdims=True) - np.eye(5)[y]) / len(x)
+        assert ((queries @ w).argmax(1) == answers).mean() == pytest.approx(float(accuracy))
+
+
+def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
+    settings = replace(few_shot.Settings(), validation_episodes=10, test_episodes=2)
+    calls = []
+    with few_shot.single_precision():
+        learner = few_shot._pixels(settings, few_scripts)
+        found = {
+            size: few_shot.judge_one(settings, few_scripts, "x", learner, (size,), calls.append)
+            for size in (0.001, 0.1, 3.0)
+        }
+        both = few_shot.judge_one(settings, few_scripts, "x", learner, (0.001, 0.1, 3.0), calls.append)
+    best = max(found, key=lambda size: max(found[size].validation.means))
+    assert learner.inner_lr == best == 0.1 and both.steps == found[best].steps
+    assert both.test == found[best].test
+
+
+def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts):
+    settings = replace(few_shot.Settings(), validation_episodes=2, test_episodes=2)
+    with few_shot.single_precision():
+        learner = few_shot._untrained(settings, few_scripts)
+        judged = few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
+        shown = few_shot.show(settings, few_scripts, judged)
+    assert shown.right / shown.queries == float(judged.per_episode[0]) < 1
+    assert all(name.startswith("hebrew ") for name in shown.classes) and len(set(shown.classes)) == 5
+    assert sum(answer == row for row, answers in enumerate(shown.predicted) for answer in answers) == shown.right
+
+
+def test_a_wrong_answer_can_be_seen(tmp_path):
+    def red(predicted, path):
+        ones = np.zeros((2, 1, 28, 28))
+        shown = _few_shot_picture.Shown(["a", "b"], ones, ones, predicted, 0, 2)
+        accuracy = {name: {"accuracy": 0.5, "interval": 0.1, "validation": 0.4} for name in few_shot.NAMES}
+        curves = _few_shot_picture.Curves([0, 1], {"reverse": [0.2, 0.3]})
+        _few_shot_picture.draw(tmp_path / path, shown, curves, accuracy, "2-way 1-shot")
+        colour = np.array([int(RED[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        return int((np.abs(matplotlib.image.imread(tmp_path / path)[..., :3] - colour).max(-1) < 0.02).sum())
+
+    assert red([[0], [1]], Path("right.png")) == 0 and red([[0], [0]], Path("wrong.png")) > 500
+
+
+def test_the_bar_ends_where_it_should(few_scripts):
+    settings = replace(
+        few_shot.Settings(), iterations=1, looks=1, look_episodes=2, validation_episodes=21, test_episodes=40
+    )
+    calls = []
+    with few_shot.single_precision():
+        few_shot.learn(settings, few_scripts, "reverse", calls.append)
+        learner = few_shot._pixels(settings, few_scripts)
+        few_shot.judge_one(settings, few_scripts, "x", learner, settings.step_sizes, calls.append)
+        few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), calls.append)
+    assert 2 * len(calls) == few_shot._work(settings)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ways", "1"),
+        ("shots", "0"),
+        ("test_queries", "0"),
+        ("queries", "20"),
+        ("looks", "0"),
+        ("iterations", "5"),
+        ("look_episodes", "1"),
+        ("test_episodes", "1"),
+        ("most_steps", "0"),
+        ("step_sizes", "0.1,-1"),
+        ("step_sizes", ""),
+        ("average", "1"),
+        ("outer_lr", "0"),
+        ("meta_batch", "0"),
+    ],
+)
+def test_senseless_settings_are_refused_before_any_work(tmp_path, monkeypatch, key, value):
+    monkeypatch.setattr(few_shot, "load", lambda *arguments, **options: pytest.fail("the run began"))
+    with pytest.raises(BilevelError, match=key.replace("outer_lr", "lr") + "="):
+        reproduce("few-shot", {key: value}, out=tmp_path, progress=False)
+    assert list(tmp_path.iterdir()) == []
