@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cli import build
-from bilevel.experiments import ridge
+from bilevel.experiments import few_shot, ridge
 
 RUNNER = CliRunner()
 TINY = ["--set", "seeds=1", "--set", "iterations=2", "--set", "steps=10"]
@@ -96,14 +97,49 @@ def test_the_command_in_the_record_gives_the_same_numbers(tmp_path):
     )
 
 
-def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, monkeypatch):
+@pytest.fixture
+def tiny_demo(monkeypatch):
+    """The demo with hardly any learning, on 15 classes of noise instead of Glyphs."""
     from bilevel.cli import demo
+    from bilevel.data import ImageDataset
 
-    monkeypatch.setattr(demo, "DEMO", {"seeds": "1", "iterations": "2"})
+    noise = np.random.default_rng(0).integers(0, 256, (15 * 20, 28, 28, 1), np.uint8)
+    names = tuple(f"class {number}" for number in range(15))
+    parts = {"train": range(5), "val": range(5, 10), "test": range(10, 15)}
+    data = ImageDataset("noise", noise, np.repeat(np.arange(15), 20), names, parts)
+    monkeypatch.setattr(few_shot, "load", lambda *arguments, **options: data)
+    monkeypatch.setattr(demo, "RIDGE", {"seeds": "1", "iterations": "2"})
+    few = ("iterations", "looks", "look_episodes", "validation_episodes", "test_episodes", "meta_batch")
+    monkeypatch.setattr(demo, "FEW_SHOT", dict.fromkeys(few, "2"))
+
+
+def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, tiny_demo):
     done = call("demo", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    assert "11.35" in done.stdout and str(tmp_path / "demo" / "ridge.png") in done.stdout
-    assert (tmp_path / "demo" / "ridge.png").exists() and not (tmp_path / "ridge").exists()
+    for picture in (tmp_path / "demo" / "ridge" / "ridge.png", tmp_path / "demo" / "few-shot" / "few-shot.png"):
+        assert str(picture) in done.stdout and picture.exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["demo"]
+    for text in ("11.35", "learned with Reverse", "learned with FirstOrder", "raw pixels", "Batch norm: episode"):
+        assert text in done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert "bilevel train glyphs-5way-1shot" in last and "bilevel evaluate zoo:omniglot-5way-1shot" in last
+
+
+def test_ctrl_c_in_the_demo_keeps_what_is_complete(tmp_path, tiny_demo, monkeypatch):
+    earlier = tmp_path / "demo" / "few-shot" / "result.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("from another day")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(few_shot, "learn", interrupted)
+    stopped = call("demo", "--out", tmp_path)
+    assert stopped.exit_code == 130 and "Interrupted" in stopped.stderr and "Traceback" not in stopped.output
+    assert str(tmp_path / "demo" / "ridge") in stopped.stderr
+    assert (tmp_path / "demo" / "ridge" / "result.json").exists()
+    assert [file.name for file in earlier.parent.iterdir()] == ["result.json"]
+    assert earlier.read_text() == "from another day"
 
 
 @pytest.mark.parametrize(
