@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from bilevel.errors import BilevelError, DivergenceError
 
@@ -94,11 +95,16 @@ def world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
         yield World()
         return
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+        store, rank, count = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store over a restart, with the addresses of processes that are no more; a name of its own
+        # for every start keeps the new ones from calling them.
+        store = dist.PrefixStore(f"start {_restarts()}", store)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise BilevelError(f"The {size} processes of WORLD_SIZE did not find each other: {error}") from error
     try:
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield World(rank, count)
     finally:
         dist.destroy_process_group()
 
@@ -112,4 +118,8 @@ def launch() -> str | None:
 
 def restarted() -> bool:
     """Whether torchrun started this process again after another one died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
