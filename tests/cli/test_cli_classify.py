@@ -116,6 +116,14 @@ def test_json_and_csv_hold_the_same_probabilities_and_the_picture_is_drawn(call,
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**7)) > 20
 
 
+def test_class_names_of_any_script_and_length_can_be_drawn(call, user):
+    for before, after in (("rows", "漢字"), ("column", "$a_very_long_name_without_a_space$")):
+        for folder in ("known", "new"):
+            (user / folder / before).rename(user / folder / after)
+    found = answer(call("--json", "--picture", user / "out.png"))
+    assert found["accuracy"]["accuracy"] == 1 and "漢字" in found["classes"] and (user / "out.png").exists()
+
+
 def test_a_query_is_answered_alone_as_among_others_unless_asked_otherwise(call):
     alone = answer(call("--json", query="new/rows/1.png"))
     among = answer(call("--json"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ def draw(result: Classification, path: Path) -> None:
     queries = min(len(result.truth), QUERIES)
     rows = -(-queries // COLUMNS)
     heights = [TITLE, *[CELL] * len(classes), TITLE, *[CELL + CAPTION] * rows]
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        # Class names in a script that matplotlib's font lacks are drawn as boxes; the table has them.
+        warnings.filterwarnings("ignore", "Glyph")
         file = Path(scratch) / "picture.png"
         with picture(file, width=1.7 + CELL * COLUMNS, height=sum(heights)) as figure:
             grid = figure.add_gridspec(len(heights), COLUMNS + 1, height_ratios=heights)
@@ -93,4 +95,5 @@ def _some(shown: int, there: int, what: str) -> str:
 
 def _plain(text: str, width: int) -> str:
     """Short, and with dollars that do not begin a formula."""
-    return shorten(text, width, placeholder="…").replace("$", r"\$") or text[:width]
+    short = text if len(text) <= width else text[: width - 1] + "…"
+    return short.replace("$", r"\$")
