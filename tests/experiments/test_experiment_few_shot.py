@@ -141,7 +141,7 @@ def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
 def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts):
     settings = replace(few_shot.Settings(), validation_episodes=2, test_episodes=2)
     with few_shot.single_precision():
-        learner = few_shot._untrained(settings, few_scripts)
+        learner = few_shot.new_learner(few_shot._training(settings, "reverse"), few_scripts)
         judged = few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
         shown = few_shot.show(settings, few_scripts, judged)
     assert shown.right / shown.queries == float(judged.per_episode[0]) < 1

@@ -24,7 +24,7 @@ from bilevel.experiments.base import Result, Table, counter, one_thread, require
 from bilevel.meta.evaluation import GROUP, Score, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import BOUND_EVERY, FewShotTraining, episodes, new_learner
+from bilevel.meta.training import METHODS, FewShotTraining, episodes, new_learner
 from bilevel.models.batch_norm import MEANING
 from bilevel.problem import Task
 
@@ -118,7 +118,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         with counter("few-shot", _work(settings), progress) as begin:
             curves: dict[str, list[float]] = {}
             judged: dict[str, Judged] = {}
-            for method in ("reverse", "first-order"):
+            for method in METHODS:
                 learner, curves[method] = learn(settings, data, method, begin)
                 judged[method] = judge_one(settings, data, NAMES[method], learner, (learner.inner_lr,), begin)
             for name, learner in (("pixels", _pixels(settings, data)), ("untrained", _untrained(settings, data))):
@@ -234,8 +234,8 @@ def _training(s: Settings, method: str) -> Training:
 
 
 def _untrained(s: Settings, data: ImageDataset) -> HyperRepresentation:
-    """The network that both trainings start from."""
-    return new_learner(_training(s, "reverse"), data)
+    """The network that both trainings start from; its step size is searched for, so nothing else bounds it."""
+    return new_learner(replace(_training(s, "reverse"), step_bound=0.0), data)
 
 
 def _pixels(s: Settings, data: ImageDataset) -> HyperRepresentation:
@@ -286,7 +286,8 @@ def _table(s: Settings, judged: dict[str, Judged]) -> Table:
         (
             NAMES[name],
             str(one.steps),
-            f"{one.learner.inner_lr:.3g}",
+            # In training 1/ν bounds it as well.
+            f"≤ {s.inner_lr:g}" if name in METHODS else f"{one.learner.inner_lr:g}",
             f"{100 * one.validation.means[one.steps - 1]:.2f}",
             f"{100 * one.test.means[-1]:.2f}",
             f"{100 * one.test.intervals[-1]:.2f}",
@@ -306,7 +307,7 @@ def _notes(s: Settings, numbers: dict[str, Any]) -> tuple[str, ...]:
         f"Batch norm: {s.batch_norm}, {MEANING[s.batch_norm]}. Raw pixels have none.",
         f"Chance is {100 / s.ways:.0f} per cent. All four are judged on the same episodes, each with the T from 1 to "
         f"{s.most_steps} that was best on meta-validation. The step size of the unlearned two is the best there of "
-        f"{', '.join(f'{size:g}' for size in s.step_sizes)}; the learned two keep the one that their training ended "
+        f"{', '.join(f'{size:g}' for size in s.step_sizes)}; the learned two keep the one they were trained "
         "with. Raw pixels have the same classifier and the same dynamics, on 784 numbers from 0 (paper) to 1 (ink).",
         f"Both trainings have the same start and the same episodes. Reverse minus FirstOrder is "
         f"{100 * gap['accuracy']:+.2f} ± {100 * gap['interval']:.2f} points, episode by episode; the interval does not "
@@ -319,9 +320,7 @@ def _notes(s: Settings, numbers: dict[str, Any]) -> tuple[str, ...]:
 def _choices(s: Settings) -> dict[str, str]:
     return {
         "batch norm": f"{s.batch_norm}, {MEANING[s.batch_norm]}",
-        "inner step size": (
-            f"{s.inner_lr:g}, but never above 1/ν, with the curvature ν measured every {BOUND_EVERY} hyperiterations"
-        ),
+        "inner step size": f"{s.inner_lr:g}, but never above 1/ν, where ν is the curvature at w_0 = 0",
         "outer optimiser": (
             f"Adam, step {s.outer_lr:g}, {s.iterations} hyperiterations of {s.meta_batch} episodes with {s.queries} "
             f"queries a class; scores are those of λ's moving average, factor {s.average:g}"
