@@ -93,9 +93,10 @@ def test_the_meta_batch_equals_the_generic_engine_without_encode(mode, l2, make)
     assert all(gradient.norm() > 0 for gradient in grads.values())
 
 
+@pytest.mark.parametrize("bound", [0.0, 1.0])
 @pytest.mark.parametrize("mode", ["episode", "support"])
-def test_the_hypergradient_equals_central_differences(mode):
-    hyper, batch = learner(batch_norm=mode, steps=6), episodes()
+def test_the_hypergradient_equals_central_differences(mode, bound):
+    hyper, batch = learner(batch_norm=mode, steps=6, inner_lr=3.0 if bound else 0.3, step_bound=bound), episodes()
     _, grads = hyper.hypergradient(batch)
     generator = torch.Generator().manual_seed(5)
     direction = {name: torch.randn(leaf.shape, generator=generator) for name, leaf in hyper.lam.items()}
@@ -107,6 +108,35 @@ def test_the_hypergradient_equals_central_differences(mode):
 
     h = 1e-6
     assert torch.allclose((moved(h) - moved(-h)) / (2 * h), slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.5])
+def test_the_certificate_finds_the_step_below_the_bound_over_nu(bound):
+    """ν in the certificate comes from Lanczos on the Hessian; ours from a formula."""
+    batch = episodes(count=1)
+    for inner_lr, active in ((50.0, True), (1e-3, False)):
+        hyper = learner(inner_lr=inner_lr, step_bound=bound)
+        found = bl.certify(hyper.problem(1, WAYS), hyper.lam, batch, dynamics=hyper.dynamics, steps=0, mu=0.0)
+        assert found.step_ok and inner_lr <= bound / found.nu * (1 + 1e-9)
+        assert (abs(inner_lr * found.nu / bound - 1) < 1e-9) is active
+        plain = learner(inner_lr=inner_lr)
+        if not active:
+            assert torch.equal(plain.hypergradient(batch)[0], hyper.hypergradient(batch)[0])
+
+
+def test_a_bound_on_the_step_is_a_shorter_step():
+    """Scaled features with one step size, or plain features with a step size of the episode's own: the same loss."""
+    batch = episodes(count=1)
+    bounded = learner(inner_lr=50.0, step_bound=1.0)
+    plain = learner(inner_lr=50.0)
+    sets = plain.represent_sets(plain.lam, batch.train[0][0], batch.val[0][0], training=True)
+    nu = torch.linalg.eigvalsh(sets[0] @ sets[0].T / len(sets[0])).max() / WAYS
+    plain.inner_lr = float(1 / nu)
+    assert torch.allclose(bounded.hypergradient(batch)[0], plain.hypergradient(batch)[0], rtol=1e-10)
+    assert torch.equal(bounded.accuracies(batch, 4), plain.accuracies(batch, 4))
+    (images, labels), queries = one(batch, 0).train, batch.val[0][0]
+    one_way, other_way = (hyper.adapt(images, labels).predict_proba(queries) for hyper in (bounded, plain))
+    assert torch.allclose(one_way, other_way, rtol=1e-9)
 
 
 def test_plain_torch_gives_the_same_in_twenty_lines():

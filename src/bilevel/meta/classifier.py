@@ -38,6 +38,7 @@ class FewShotClassifier:
     Attributes:
         classes: the labels that were given, each once, in order of appearance.
         weights: w_T, features × classes; the last feature is the constant 1 of the bias.
+        scale: the factor on the features that `learner.scale` gives for these images.
     """
 
     def __init__(self, learner: HyperRepresentation, images: Any, labels: Any, steps: int | None) -> None:
@@ -59,6 +60,10 @@ class FewShotClassifier:
         learner = self.learner
         features = learner.represent_sets(learner.lam, self.support, self.support, training=False)[0]
         counts = torch.bincount(labels).to(features.dtype)
+        # The curvature of the weighted loss is that of the plain one on features weighted by the root.
+        weighted = features * (len(labels) / len(counts) / counts[labels]).sqrt()[:, None]
+        self.scale = learner.scale(weighted[None], len(counts)).reshape(())
+        features = features * self.scale
 
         def inner(w: Tensor) -> Tensor:
             # torch's mean of a weighted loss divides by the sum of the weights, which is the number of classes here.
@@ -77,7 +82,7 @@ class FewShotClassifier:
         # With "episode" statistics the queries are normalised together, so they cannot be taken in parts.
         size = len(query) if learner.batch_norm == "episode" else GROUP
         parts = [
-            learner.represent_sets(learner.lam, self.support, part, training=False)[1] @ self.weights
+            learner.represent_sets(learner.lam, self.support, part, training=False)[1] * self.scale @ self.weights
             for part in torch.split(query, size)
         ]
         return torch.cat(parts).softmax(1)

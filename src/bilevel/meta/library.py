@@ -80,7 +80,7 @@ def _from_run(path: Path) -> Trained:
         raise BilevelError(f"{path} holds no weights yet; the run has not reached its first validation.")
     weights, facts = read_tensors(file)
     try:
-        learner = HyperRepresentation.from_settings({**config["learner"], "inner_lr": facts["inner_lr"]})
+        learner = HyperRepresentation.from_settings(config["learner"])
     except (KeyError, TypeError) as error:
         raise BilevelError(f"{folder.config_file} does not say which learner this is ({error}).") from error
     learner.set_weights(weights)

@@ -29,7 +29,8 @@ class Settings:
     inner_lr: float = _setting(0.1, "The step size of the inner gradient descent.")
     step_bound: float = _setting(
         1.0,
-        "Keep the inner step at or below this over the certificate's ν (2 is where it stops converging); 0: do not.",
+        "Keep an episode's inner step at or below this over ν, its curvature at w = 0 (2/ν is where steps stop "
+        "converging); 0: do not.",
     )
     l2: float = _setting(0.0, "Weight of ‖w‖²/2 in the inner objective.")
     batch_norm: Literal["episode", "support", "running"] = _setting("episode", "Whose statistics batch norm uses.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from math import ceil
@@ -13,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.certificate import certify
 from bilevel.data import ImageDataset, load
 from bilevel.data.base import source
-from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.errors import BilevelError
 from bilevel.meta.evaluation import GROUP, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
-from bilevel.problem import Problem, Task
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 from bilevel.training.stopping import StopRequest
@@ -30,8 +27,6 @@ from bilevel.training.stopping import StopRequest
 METHODS = {"reverse": Reverse(), "first-order": FirstOrder()}
 # Validation and test episodes must not be training's, and every split needs its own stream.
 STREAMS = {"train": 0, "val": 1, "test": 2}
-# How often, and on how many episodes, the inner problem's curvature is measured.
-BOUND_EVERY, CURVATURE_EPISODES = 100, 16
 RUNNING_MOMENTUM = 0.1
 # Shares of the classes for train, val and test where a data set is just a folder of classes.
 FRACTIONS = (0.64, 0.16, 0.2)
@@ -78,6 +73,7 @@ def new_learner(settings: Settings, data: ImageDataset) -> HyperRepresentation:
             seed=settings.seed,
             steps=settings.steps,
             inner_lr=settings.inner_lr,
+        step_bound=settings.step_bound,
             l2=settings.l2,
             batch_norm=settings.batch_norm,
             method=METHODS[settings.method],
@@ -109,8 +105,6 @@ class FewShotTraining:
 
     def step(self, iteration: int, stop: StopRequest | bool = False) -> tuple[dict[str, float], bool]:
         settings, began = self.settings, time.perf_counter()
-        if settings.step_bound and (iteration - 1) % BOUND_EVERY == 0:
-            self._bound_step()
         first = (iteration - 1) * settings.meta_batch
         mine = self.world.share(range(first, first + settings.meta_batch))
         total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
@@ -155,24 +149,7 @@ class FewShotTraining:
         count, steps = self.settings.validation_episodes, self.settings.steps
         with self.learner.at(self.weights()):
             score = judge(self.learner, self.val, count, steps, self.world, stop=stop)
-        return {"score": score.means[-1], "interval": score.intervals[-1], "inner_lr": self.learner.inner_lr}
-
-    def _bound_step(self) -> None:
-        """Gradient descent converges below 2/ν only, and ν changes with λ: measure it and keep away."""
-        learner, (images, labels) = self.learner, self.val.batch(range(CURVATURE_EPISODES)).train
-        with torch.no_grad(), learner.at(self.weights()):
-            # The features are computed here, an episode at a time; `encode` would keep the graphs of all of them.
-            sets = [learner.represent_sets(learner.lam, support, support, training=True)[0] for support in images]
-        full, batch = learner.problem(CURVATURE_EPISODES, self.settings.ways), (torch.stack(sets), labels)
-        problem = Problem(full.inner, full.outer, full.init)
-        with warnings.catch_warnings():
-            # That the step lies above the limit is what is about to be mended.
-            warnings.simplefilter("ignore", BilevelWarning)
-            # At w_0 = 0 a logistic loss is most curved. μ is of no interest here, and given as 0 it is not looked for.
-            found = certify(
-                problem, learner.lam, Task(batch, batch), dynamics=learner.dynamics, steps=0, mu=0.0, products=30
-            )
-        learner.inner_lr = min(self.settings.inner_lr, self.settings.step_bound / found.nu)
+        return {"score": score.means[-1], "interval": score.intervals[-1]}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"lam/{name}": value for name, value in self.learner.lam.items()}
@@ -181,7 +158,7 @@ class FewShotTraining:
         for name, leaf in self.learner.lam.items():
             for key, value in self.optimizer.state[leaf].items():
                 tensors[f"adam/{key}/{name}"] = value
-        return tensors, {"inner_lr": self.learner.inner_lr}
+        return tensors, {}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         try:
@@ -197,7 +174,6 @@ class FewShotTraining:
                 mean.copy_(tensors[f"mean/{name}"])
         except (KeyError, RuntimeError) as error:
             raise BilevelError(f"The checkpoint does not fit the settings: {error}.") from error
-        self.learner.inner_lr = facts["inner_lr"]
 
     def weights(self) -> dict[str, Tensor]:
         return self.learner.with_running(self.mean or self.learner.lam)
