@@ -14,6 +14,8 @@ from bilevel.models.batch_norm import BatchNorm
 class ResidualBlock(nn.Module):
     """max-pool(body(x) + skip(x)) with three convolutions in the body and a linear 1×1 convolution as the skip."""
 
+    per_image = True
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         body: list[nn.Module] = []
