@@ -19,6 +19,8 @@ from bilevel.meta.classifier import FewShotClassifier
 from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
 from bilevel.models import build, heads
+from bilevel.models._allocator import keep_freed_memory
+from bilevel.models._blocks import per_image
 from bilevel.models.batch_norm import MODES, BatchNorm, Mode, converted, layers, using
 from bilevel.problem import Problem, Task
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
@@ -107,8 +109,16 @@ class HyperRepresentation:
                 known = self.represent(lam, support)
             with using(self.norms, "kept"):
                 return known, self.represent(lam, query)
-        with using(self.norms, "running" if self.batch_norm == "running" and not training else "own"):
+        if self.batch_norm == "running" and not training:
+            with using(self.norms, "running"):
+                return self.represent(lam, support), self.represent(lam, query)
+        if not per_image(self.module):
             return self.represent(lam, support), self.represent(lam, query)
+        # Together, because a convolution of a few images is far from as fast as one of many.
+        sizes = [len(support), len(query)]
+        with using(self.norms, "own", sizes):
+            known, asked = torch.split(self.represent(lam, torch.cat([support, query])), sizes)
+        return known, asked
 
     def _problem(self, episodes: int, ways: int) -> Problem:
         """The bilevel problem of so many episodes, stacked: one task whose w holds a classifier for each."""
@@ -210,6 +220,7 @@ class HyperRepresentation:
 
     def hypergradient(self, episodes: Task) -> tuple[Tensor, dict[str, Tensor]]:
         """f_T(λ) and ∇f_T(λ), means over the stacked episodes."""
+        keep_freed_memory()
         (images, labels), (queries, answers) = episodes.train, episodes.val
         value, total = torch.zeros(()), None
         for part in zip(*(x.split(self.chunk) for x in (images, labels, queries, answers)), strict=True):
