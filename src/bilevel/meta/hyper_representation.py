@@ -46,6 +46,8 @@ class HyperRepresentation:
         shape: (C, H, W) of the images.
         steps: T.
         inner_lr: the step size of the inner gradient descent.
+        step_bound: keep the step at or below this over ν, the curvature of L at w_0, by scaling an episode's features
+            (see `scale`). Below 2 the steps converge. 0, the paper's way, does nothing.
         l2: makes L strongly convex, as the theory asks; the paper's experiments have 0.
         batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
         chunk: episodes whose features are in memory at once.
@@ -67,6 +69,7 @@ class HyperRepresentation:
         seed: int = 0,
         steps: int = 5,
         inner_lr: float = 0.1,
+        step_bound: float = 0.0,
         l2: float = 0.0,
         batch_norm: Mode = "episode",
         chunk: int = 4,
@@ -76,11 +79,12 @@ class HyperRepresentation:
             raise BilevelError(f"batch_norm={batch_norm!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
         if steps < 1 or chunk < 1:
             raise BilevelError(f"steps={steps} and chunk={chunk} must be at least 1.")
-        if not inner_lr > 0 or not l2 >= 0:
-            raise BilevelError(f"inner_lr={inner_lr} must be positive, and l2={l2} must not be negative.")
+        if not inner_lr > 0 or not l2 >= 0 or not step_bound >= 0:
+            raise BilevelError(f"inner_lr={inner_lr} must be positive, l2={l2} and step_bound={step_bound} at least 0.")
         self.network = module if isinstance(module, str) else None
         self.module = _frozen_copy(build(module, shape[0], seed) if isinstance(module, str) else module)
-        self.shape, self.steps, self.inner_lr, self.l2, self.chunk = tuple(shape), steps, inner_lr, l2, chunk
+        self.shape, self.steps, self.chunk = tuple(shape), steps, chunk
+        self.inner_lr, self.step_bound, self.l2 = inner_lr, step_bound, l2
         self.method = method if method is not None else Reverse()
         self.norms: dict[str, BatchNorm] = layers(self.module)
         self.batch_norm = batch_norm
@@ -120,13 +124,31 @@ class HyperRepresentation:
             known, asked = torch.split(self.represent(lam, torch.cat([support, query])), sizes)
         return known, asked
 
+    def scale(self, features: Tensor, ways: int) -> Tensor:
+        """The factor on every episode's features that keeps the inner step short enough for them.
+
+        Gradient descent converges with steps below 2/ν only, and ν, the curvature at w_0, grows with the features. A
+        factor s on the features is a factor s² on the step, so this is the step min(inner_lr, step_bound/ν), with a ν
+        of each episode's own. It is part of the representation and differentiated like it: features that grow gain
+        nothing.
+        """
+        if not self.step_bound:
+            return features.new_ones(())
+        return (self.step_bound / self.inner_lr / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
+
+    def scaled(self, sets: list[Batch], ways: int) -> Batch:
+        """The features of several episodes, stacked, with their factors."""
+        support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+        scale = self.scale(support, ways)
+        return support * scale, query * scale
+
     def _problem(self, episodes: int, ways: int) -> Problem:
         """The bilevel problem of so many episodes, stacked: one task whose w holds a classifier for each."""
 
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
             sets = [self.represent_sets(lam, *pair, training=True) for pair in zip(images, queries, strict=True)]
-            support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+            support, query = self.scaled(sets, ways)
             return Task((support, labels), (query, answers))
 
         def inner(w: Tensor, lam: Any, batch: Batch) -> Tensor:
@@ -179,7 +201,7 @@ class HyperRepresentation:
 
     def settings(self) -> dict[str, Any]:
         """What is needed beside the weights to build this learner again."""
-        names = ("network", "shape", "steps", "inner_lr", "l2", "batch_norm")
+        names = ("network", "shape", "steps", "inner_lr", "step_bound", "l2", "batch_norm")
         return {name: getattr(self, name) for name in names}
 
     def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
@@ -258,9 +280,10 @@ class HyperRepresentation:
         """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
         (images, labels), (queries, answers) = episodes.train, episodes.val
         sets = [self.represent_sets(self.lam, *pair, training=False) for pair in zip(images, queries, strict=True)]
-        support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+        ways = int(labels.max()) + 1
+        support, query = self.scaled(sets, ways)
         columns = []
-        for w in self.iterates(support, labels, int(labels.max()) + 1, steps):
+        for w in self.iterates(support, labels, ways, steps):
             columns.append(heads.accuracy(w, query, answers))
         return torch.stack(columns, 1)
 

@@ -105,22 +105,32 @@ class FewShotTraining:
 
     def step(self, iteration: int, stop: StopRequest | bool = False) -> tuple[dict[str, float], bool]:
         settings, began = self.settings, time.perf_counter()
-        first = (iteration - 1) * settings.meta_batch
-        mine = self.world.share(range(first, first + settings.meta_batch))
+        groups = self._groups(iteration)
+        mine = self.world.share(groups)
         total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
-        # An episode at a time: it is as fast as several, and the sum does not depend on who computed which.
-        for row in self.world.gather(map(self._episode, mine), settings.meta_batch, like=total):
+        # Group by group and in their order, so that the sum does not depend on who computed which.
+        for row in self.world.gather(map(self._sum, mine), len(groups), like=total):
             total += row
         self._update(total / settings.meta_batch, iteration)
         seconds = time.perf_counter() - began
         rate = settings.meta_batch * self._images() / seconds
         return {"loss": float(total[0]) / settings.meta_batch, "images_per_second": rate}, self.world.any(bool(stop))
 
-    def _episode(self, number: int) -> Tensor:
-        """f_T, ∇f_T and the statistics that batch norm's running averages are made of, in one vector."""
+    def _groups(self, iteration: int) -> list[range]:
+        """The episodes of a hyperiteration, in groups whose classifiers take their steps together.
+
+        Larger groups are faster; four of them can still be shared by four processes.
+        """
+        count = self.settings.meta_batch
+        size = max(1, min(self.learner.chunk, count // 4))
+        numbers = range((iteration - 1) * count, iteration * count)
+        return [numbers[begin : begin + size] for begin in range(0, count, size)]
+
+    def _sum(self, group: range) -> Tensor:
+        """f_T, ∇f_T and the statistics that batch norm's running averages are made of, added up, in one vector."""
         with self.learner.watching() as seen:
-            value, grads = self.learner.hypergradient(self.train.batch([number]))
-        return self._flat(value, grads, seen())
+            value, grads = self.learner.hypergradient(self.train.batch(group))
+        return self._flat(value, grads, seen()) * len(group)
 
     def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
         leaves = list(grads.values())

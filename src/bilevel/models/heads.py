@@ -32,6 +32,16 @@ def cross_entropy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.shape[1]
 
 
+def curvature(features: Tensor, ways: int) -> Tensor:
+    """The largest curvature of every episode's mean cross-entropy at zero, where it is most curved in practice.
+
+    There every class has probability 1/ways, so the Hessian is (I − 11ᵀ/ways)/ways ⊗ ΦᵀΦ/n, and the largest eigenvalue
+    of ΦᵀΦ is that of the smaller of the two Gram matrices.
+    """
+    wide = features if features.shape[1] <= features.shape[2] else features.transpose(1, 2)
+    return torch.linalg.eigvalsh(torch.bmm(wide, wide.transpose(1, 2)))[:, -1] / (features.shape[1] * ways)
+
+
 def accuracy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
     """The share of right answers in every episode."""
     return (torch.bmm(features, heads).argmax(2) == labels).double().mean(1)
