@@ -234,7 +234,7 @@ def test_the_presets_are_the_papers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ways": 0}, "ways=0 must be at least 1"),
+        ({"ways": 0}, "ways=0 must be at least 2"),
         ({"ways": "five"}, "ways='five' is not a whole number"),
         ({"ways": 2.5}, "ways=2.5 is not a whole number"),
         ({"ways": True}, "ways=True is not a whole number"),

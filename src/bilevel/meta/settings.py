@@ -49,9 +49,10 @@ class Settings:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Settings).items():
             _check_kind(name, getattr(self, name), hint)
-        for name in ("ways", "shots", "queries", "meta_batch", "steps", "validate_every", "checkpoint_every"):
+        for name in ("shots", "queries", "meta_batch", "steps", "validate_every", "checkpoint_every"):
             _at_least(self, name, 1)
-        _at_least(self, "validation_episodes", 2)
+        for name in ("ways", "validation_episodes"):
+            _at_least(self, name, 2)
         for name in ("iterations", "patience", "image_size", "seed", "l2", "decay", "clip", "step_bound"):
             _at_least(self, name, 0)
         for name in ("inner_lr", "lr"):

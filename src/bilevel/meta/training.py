@@ -73,7 +73,7 @@ def new_learner(settings: Settings, data: ImageDataset) -> HyperRepresentation:
             seed=settings.seed,
             steps=settings.steps,
             inner_lr=settings.inner_lr,
-        step_bound=settings.step_bound,
+            step_bound=settings.step_bound,
             l2=settings.l2,
             batch_norm=settings.batch_norm,
             method=METHODS[settings.method],
