@@ -9,7 +9,6 @@ import torch
 
 from bilevel import BilevelError, certify
 from bilevel.data import ImageDataset
-from bilevel.meta import training
 from bilevel.meta.evaluation import Score, judge
 from bilevel.meta.presets import PRESETS, preset
 from bilevel.meta.settings import Settings
@@ -86,6 +85,8 @@ def test_episodes_of_training_validation_and_test_are_different_streams(data):
     others = {split: episodes(replace(SMALL, seed=2), data, split).seed for split in ("train", "val", "test")}
     assert len({*seeds.values(), *others.values()}) == 6
     assert episodes(settings, data, "val", seed=2).seed == others["val"]
+    with pytest.raises(BilevelError, match="seed=-3 must be at least 0"):
+        episodes(settings, data, "val", seed=-3)
 
 
 def test_the_average_is_used_for_scores_and_begins_as_a_mean(data):
@@ -149,6 +150,26 @@ def test_a_checkpoint_of_something_else_is_refused(data):
     tensors, facts = FewShotTraining(SMALL, data).state()
     with pytest.raises(BilevelError, match="does not fit the settings"):
         FewShotTraining(replace(SMALL, average=0.9), data).restore(tensors, facts)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.0])
+def test_the_inner_step_stays_below_the_bound_over_nu(data, bound):
+    def step_times_nu(job, number):
+        learner = job.learner
+        problem, batch = learner.problem(1, SMALL.ways), job.train.batch([number])
+        return learner.inner_lr * certify(problem, learner.lam, batch, dynamics=learner.dynamics, steps=0, mu=0.0).nu
+
+    # With steps that are far too long, each episode's is cut to the bound; short ones stay as they are.
+    long = FewShotTraining(replace(SMALL, inner_lr=100.0, step_bound=bound), data)
+    short = FewShotTraining(replace(SMALL, inner_lr=1e-3, step_bound=bound), data)
+    free = FewShotTraining(replace(SMALL, inner_lr=1e-3, step_bound=0), data)
+    for k in (1, 2):
+        assert step_times_nu(long, k) == pytest.approx(bound, rel=1e-3)
+        assert step_times_nu(short, k) == pytest.approx(step_times_nu(free, k), rel=1e-5)
+        assert step_times_nu(short, k) < bound
+        for job in (long, short, free):
+            job.step(k)
+    assert same(short.weights(), free.weights())
 
 
 def test_the_estimate_is_what_happens(data):

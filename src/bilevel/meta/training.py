@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,14 @@ def open_data(settings: Settings, data_root: Path | None = None) -> ImageDataset
 
 def episodes(settings: Settings, data: ImageDataset, split: str, seed: int | None = None) -> Episodes:
     """The stream of a split; episode i is a function of the seed, the split and i."""
-    seed = settings.seed if seed is None else seed
+    settings = settings if seed is None else replace(settings, seed=seed)
     return Episodes(
         data,
         split,
         settings.ways,
         settings.shots,
         settings.queries,
-        seed=seed * len(STREAMS) + STREAMS[split],
+        seed=settings.seed * len(STREAMS) + STREAMS[split],
         rotations=settings.rotations,
     )
 
@@ -91,7 +91,7 @@ class FewShotTraining:
     Args:
         settings: what to do.
         data: where the episodes come from.
-        world: the processes that share every meta-batch; the result does not depend on their number beyond rounding.
+        world: the processes that share every meta-batch; the result is the same, bit for bit, for any number.
     """
 
     def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
@@ -194,8 +194,9 @@ class FewShotTraining:
         return self.settings.ways * (self.settings.shots + self.settings.queries)
 
     def estimate(self) -> Estimate:
-        """Time and memory, measured on one episode; nothing is learned from it."""
-        settings, batch = self.settings, self.train.batch([0])
+        """Time and memory, measured on one group of episodes; nothing is learned from it."""
+        settings, groups = self.settings, self._groups(1)
+        batch, one = self.train.batch(groups[0]), self.train.batch([0])
         kept: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
@@ -204,11 +205,11 @@ class FewShotTraining:
 
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             self.learner.hypergradient(batch)
-        step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(settings.meta_batch / self.world.size)
-        look = _seconds(lambda: self.learner.accuracies(batch, settings.steps))
+        step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(len(groups) / self.world.size)
+        look = _seconds(lambda: self.learner.accuracies(one, settings.steps))
         weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
-        copies = 6 + (settings.meta_batch if self.world.size > 1 else 0)  # λ, its gradient, Adam's; all to be gathered
-        images = min(GROUP, settings.validation_episodes) * (batch.train[0].nbytes + batch.val[0].nbytes)
+        copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, its gradient, Adam's; what is gathered
+        images = min(GROUP, settings.validation_episodes) * (one.train[0].nbytes + one.val[0].nbytes)
         return Estimate(
             seconds=step,
             validation_seconds=look * settings.validation_episodes / self.world.size,
