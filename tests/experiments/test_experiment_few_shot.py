@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
@@ -144,22 +143,31 @@ def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts
         learner = few_shot.new_learner(few_shot._training(settings, "reverse"), few_scripts)
         judged = few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
         shown = few_shot.show(settings, few_scripts, judged)
-    assert shown.right / shown.queries == float(judged.per_episode[0]) < 1
+    assert shown.right / shown.queries == float(judged.per_episode[shown.number]) < 1 and shown.queries == 50
+    assert (judged.per_episode[: shown.number] == 1).all()
     assert all(name.startswith("hebrew ") for name in shown.classes) and len(set(shown.classes)) == 5
-    assert sum(answer == row for row, answers in enumerate(shown.predicted) for answer in answers) == shown.right
+
+
+def test_without_a_mistake_the_first_episode_is_shown(few_scripts):
+    settings = few_shot.Settings()
+    with few_shot.single_precision():
+        learner = few_shot._untrained(settings, few_scripts)
+        judged = few_shot.Judged(learner, 1, None, None, torch.ones(3))
+        assert few_shot.show(settings, few_scripts, judged).number == 0
 
 
 def test_a_wrong_answer_can_be_seen(tmp_path):
-    def red(predicted, path):
-        ones = np.zeros((2, 1, 28, 28))
-        shown = _few_shot_picture.Shown(["a", "b"], ones, ones, predicted, 0, 2)
+    def red(last):
+        # More queries than there is room for, and the last one is the one in question.
+        predicted = [[0] * 9, [1] * 8 + [last]]
+        shown = _few_shot_picture.Shown(3, ["a", "b"], np.zeros((2, 1, 28, 28)), np.zeros((2, 9, 28, 28)), predicted)
         accuracy = {name: {"accuracy": 0.5, "interval": 0.1, "validation": 0.4} for name in few_shot.NAMES}
         curves = _few_shot_picture.Curves([0, 1], {"reverse": [0.2, 0.3]})
-        _few_shot_picture.draw(tmp_path / path, shown, curves, accuracy, "2-way 1-shot")
+        _few_shot_picture.draw(tmp_path / "x.png", shown, curves, accuracy, "2-way 1-shot")
         colour = np.array([int(RED[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-        return int((np.abs(matplotlib.image.imread(tmp_path / path)[..., :3] - colour).max(-1) < 0.02).sum())
+        return int((np.abs(matplotlib.image.imread(tmp_path / "x.png")[..., :3] - colour).max(-1) < 0.02).sum())
 
-    assert red([[0], [1]], Path("right.png")) == 0 and red([[0], [0]], Path("wrong.png")) > 500
+    assert red(last=1) == 0 and red(last=0) > 500
 
 
 def test_the_bar_ends_where_it_should(few_scripts):

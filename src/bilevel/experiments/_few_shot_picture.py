@@ -17,20 +17,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
+# Queries of each class that are shown.
+ROOM = 7
 # In sides of a picture: from one to the next, between examples and queries, from row to row, and for a class's name.
 APART, GAP, BELOW, NAMED = 1.12, 0.45, 1.5, 3.9
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One episode: pictures are classes × examples × height × width, ink 1, and `predicted` are numbers of classes."""
+    """One test episode: pictures are classes × examples × height × width, ink 1; `predicted` are numbers of classes."""
 
+    number: int
     classes: list[str]
     support: NDArray[Any]
     query: NDArray[Any]
     predicted: list[list[int]]
-    right: int
-    queries: int
+
+    @property
+    def right(self) -> int:
+        return sum(answer == row for row, answers in enumerate(self.predicted) for answer in answers)
+
+    @property
+    def queries(self) -> int:
+        return sum(map(len, self.predicted))
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Curves:
 
 def draw(path: Path, shown: Shown, curves: Curves, accuracy: Mapping[str, Mapping[str, Any]], kind: str) -> None:
     """Save the episode on the left, final accuracies and learning on the right."""
-    rows, columns = shown.query.shape[0], shown.support.shape[1] + shown.query.shape[1]
+    rows, columns = len(shown.classes), shown.support.shape[1] + min(ROOM, shown.query.shape[1])
     wide = 0.56 * (NAMED + GAP + columns * APART)
     with picture(path, width=wide + 4.4, height=max(4.8, 0.56 * (rows * BELOW + 1.3))) as figure:
         left, right = cast(Any, figure.subfigures(1, 2, width_ratios=(wide, 4.4)))
@@ -71,7 +80,8 @@ def letter(number: int) -> str:
 def _episode(axes: Axes, shown: Shown, kind: str) -> None:
     from matplotlib.patches import Rectangle
 
-    shots, each = shown.support.shape[1], shown.query.shape[1]
+    shots, every = shown.support.shape[1], shown.query.shape[1]
+    each = min(ROOM, every)
     start = shots * APART + GAP
     for row, name in enumerate(shown.classes):
         y = row * BELOW
@@ -81,10 +91,12 @@ def _episode(axes: Axes, shown: Shown, kind: str) -> None:
         for column in range(shots):
             _image(axes, shown.support[row, column], column * APART, y)
             axes.add_patch(Rectangle((column * APART, y), 1, 1, fill=False, edgecolor=GREY, linewidth=0.8))
-        for column in range(each):
-            x, answer = start + column * APART, shown.predicted[row][column]
+        # A row has room for some of its queries only, and mistakes are not what should be left out.
+        order = sorted(range(every), key=lambda query: shown.predicted[row][query] == row)
+        for column, query in enumerate(order[:each]):
+            x, answer = start + column * APART, shown.predicted[row][query]
             good = answer == row
-            _image(axes, shown.query[row, column], x, y)
+            _image(axes, shown.query[row, query], x, y)
             axes.add_patch(
                 Rectangle((x, y), 1, 1, fill=False, edgecolor=BLUE if good else RED, linewidth=1.2 if good else 3)
             )
@@ -100,10 +112,10 @@ def _episode(axes: Axes, shown: Shown, kind: str) -> None:
             )
     words = "1 example" if shots == 1 else f"{shots} examples"
     axes.text(shots * APART / 2 - 0.06, -0.2, words, ha="center", va="bottom", fontsize=9.5)
-    every = shown.queries // len(shown.classes)
-    some = "" if each == every else f" ({each} of {every})"
+    some = "" if each == every else f" ({each} of {every}, mistakes first)"
     axes.text(start, -0.2, f"new drawings{some} and the class they are given", ha="left", va="bottom", fontsize=9.5)
-    axes.set_title(f"The first test episode, {kind}: {shown.right} of {shown.queries} right", loc="left")
+    which = "the first" if shown.right == shown.queries else "the first with a mistake"
+    axes.set_title(f"{kind} test episode {shown.number}, {which}: {shown.right} of {shown.queries} right", loc="left")
     axes.set_xlim(-NAMED, start + each * APART)
     axes.set_ylim(len(shown.classes) * BELOW - 0.05, -0.65)
     axes.set_aspect("equal", anchor="NW")

@@ -36,9 +36,6 @@ NAMES = {
     "pixels": "raw pixels",
     "untrained": "untrained network",
 }
-# Query pictures of each class that fit into a row of the picture.
-ROOM = 7
-
 Begin = Callable[[str], None]
 
 
@@ -186,19 +183,20 @@ def judge_one(
 
 
 def show(settings: Settings, data: ImageDataset, judged: Judged) -> Shown:
-    """The first test episode, whatever it holds, and what the learner says about its queries."""
+    """The first test episode with a mistake, because mistakes are worth seeing; the first of all if there is none."""
+    wrong = (judged.per_episode < 1).nonzero()
+    number = int(wrong[0]) if len(wrong) else 0
     stream = episodes(replace(_training(settings, "reverse"), queries=settings.test_queries), data, "test")
-    (support, labels), (queries, answers) = (task := stream.episode(0)).train, task.val
-    predicted = judged.learner.adapt(support, labels, steps=judged.steps).predict(queries)
-    rows, _ = stream.sampler.draw(0)
-    classes = [readable(data.classes[int(data.labels[row])]) for row in rows[:, 0]]
+    task = stream.episode(number)
+    (support, labels), (queries, _) = task.train, task.val
+    predicted = torch.tensor(judged.learner.adapt(support, labels, steps=judged.steps).predict(queries))
+    rows, _ = stream.sampler.draw(number)
     return Shown(
-        classes,
+        number,
+        [readable(data.classes[int(data.labels[row])]) for row in rows[:, 0]],
         support[:, 0].unflatten(0, (settings.ways, settings.shots)).numpy(),
-        queries[:, 0].unflatten(0, (settings.ways, settings.test_queries)).numpy()[:, :ROOM],
-        torch.tensor(predicted).view(settings.ways, -1).tolist(),
-        int((torch.tensor(predicted) == answers).sum()),
-        len(answers),
+        queries[:, 0].unflatten(0, (settings.ways, settings.test_queries)).numpy(),
+        predicted.view(settings.ways, -1).tolist(),
     )
 
 
@@ -272,12 +270,7 @@ def _numbers(
         },
         "hyperiterations": seen,
         "meta-validation while learning": curves,
-        "episode": {
-            "classes": shown.classes,
-            "predicted": shown.predicted,
-            "right": shown.right,
-            "queries": shown.queries,
-        },
+        "episode": {"number": shown.number, "classes": shown.classes, "predicted": shown.predicted},
     }
 
 
