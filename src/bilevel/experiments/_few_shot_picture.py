@@ -113,7 +113,7 @@ def _episode(axes: Axes, shown: Shown, kind: str) -> None:
     words = "1 example" if shots == 1 else f"{shots} examples"
     axes.text(shots * APART / 2 - 0.06, -0.2, words, ha="center", va="bottom", fontsize=9.5)
     some = "" if each == every else f" ({each} of {every}, mistakes first)"
-    axes.text(start, -0.2, f"new drawings{some} and the class they are given", ha="left", va="bottom", fontsize=9.5)
+    axes.text(start, -0.2, f"new drawings and answers{some}", ha="left", va="bottom", fontsize=9.5)
     which = "the first" if shown.right == shown.queries else "the first with a mistake"
     axes.set_title(f"{kind} test episode {shown.number}, {which}: {shown.right} of {shown.queries} right", loc="left")
     axes.set_xlim(-NAMED, start + each * APART)
