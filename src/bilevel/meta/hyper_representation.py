@@ -20,7 +20,7 @@ from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
 from bilevel.models import build, heads
 from bilevel.models._allocator import keep_freed_memory
-from bilevel.models._blocks import per_image
+from bilevel.models._blocks import Each, per_image
 from bilevel.models.batch_norm import MODES, BatchNorm, Mode, converted, layers, using
 from bilevel.problem import Problem, Task
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
@@ -118,11 +118,21 @@ class HyperRepresentation:
                 return self.represent(lam, support), self.represent(lam, query)
         if not per_image(self.module):
             return self.represent(lam, support), self.represent(lam, query)
-        # Together, because a convolution of a few images is far from as fast as one of many.
-        sizes = [len(support), len(query)]
+        return self._represent_episodes(lam, support[None], query[None])[0]
+
+    def _represent_episodes(self, lam: dict[str, Tensor], images: Tensor, queries: Tensor) -> list[Batch]:
+        """`represent_sets` of stacked episodes, in training."""
+        if self.batch_norm == "support" or not per_image(self.module):
+            return [self.represent_sets(lam, *pair, training=True) for pair in zip(images, queries, strict=True)]
+        # Both sets together, because a convolution of a few images is far from as fast as one of many; and λ is put
+        # into the module once for all episodes.
+        named = {f"module.{name}": value for name, value in lam.items()}
+        sizes = [images.shape[1], queries.shape[1]]
+        stacks = torch.cat([images, queries], 1).to(next(iter(lam.values())))
         with using(self.norms, "own", sizes):
-            known, asked = torch.split(self.represent(lam, torch.cat([support, query])), sizes)
-        return known, asked
+            features = heads.with_one(torch.func.functional_call(Each(self.module), named, (stacks,)))
+        known, asked = torch.split(features, sizes, 1)
+        return list(zip(known, asked, strict=True))
 
     def scale(self, features: Tensor, ways: int) -> Tensor:
         """The factor on every episode's features that keeps the inner step short enough for them.
@@ -147,7 +157,7 @@ class HyperRepresentation:
 
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
-            sets = [self.represent_sets(lam, *pair, training=True) for pair in zip(images, queries, strict=True)]
+            sets = self._represent_episodes(lam, images, queries)
             support, query = self.scaled(sets, ways)
             return Task((support, labels), (query, answers))
 

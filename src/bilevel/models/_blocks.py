@@ -41,6 +41,17 @@ class Blocks(nn.Sequential):
         return x
 
 
+class Each(nn.Module):
+    """A module applied to one stack of images after the other."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, stacks: Tensor) -> Tensor:
+        return torch.stack([self.module(stack) for stack in stacks])
+
+
 def blocks(sequence: nn.Sequential) -> nn.Sequential:
     """The sequence as `Blocks`, unless somebody listens to what passes between its layers."""
     if type(sequence) is not nn.Sequential or any(map(_has_hooks, (sequence, *sequence))):

@@ -9,8 +9,8 @@ kernels on AVX2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -107,48 +107,72 @@ class _Convolve(torch.autograd.Function):
         return products.of_images() if of_images else None, products.of_weight() if of_weight else None, None, None
 
 
+@dataclass(frozen=True)
+class Block:
+    """One matrix product: a row of the filter and a column of the result, and what they meet.
+
+    Columns are ranges of numbers, as many for each as there are channels; rows are pairs (row, image).
+    """
+
+    row: int
+    offsets: slice
+    plane: int
+    rows: slice
+    columns: slice
+    result_column: int
+    result_rows: slice
+
+
+@lru_cache(maxsize=256)
+def blocks(shape: torch.Size, size: int, stride: int, padding: int) -> list[Block]:
+    """All products of the convolution of images of this shape."""
+    images, channels, height, width = shape
+    found = []
+    for column, (offsets, seen) in enumerate(windows(width, size, stride, padding)):
+        for k, row in enumerate(meetings(height, size, stride, padding)):
+            rows = slice(row.start * images, (row.start + row.count) * images)
+            result_rows = slice(row.first * images, (row.first + row.count) * images)
+            inner, outer = (slice(part.start * channels, part.stop * channels) for part in (offsets, seen))
+            found.append(Block(k, inner, row.plane, rows, outer, column, result_rows))
+    return found
+
+
 class _Products:
     """The matrix products of one convolution."""
 
     def __init__(self, x: Tensor, weight: Tensor, g: Tensor, stride: int, padding: int) -> None:
         self.x, self.weight, self.g, self.stride, self.padding = x, weight, g, stride, padding
-        settings = weight.shape[2], stride, padding
-        self.rows, self.windows = meetings(x.shape[2], *settings), windows(x.shape[3], *settings)
+        self.blocks = blocks(x.shape, weight.shape[2], stride, padding)
 
-    def blocks(self) -> Iterator[tuple[int, slice, int, slice, slice, Tensor]]:
-        """Row and columns of the filter, the plane, rows and columns that they meet, and the part of g that it made.
-
-        Columns are ranges of numbers: as many for a column as there are channels.
-        """
-        images, channels = self.x.shape[:2]
-        columns = self.g.permute(3, 2, 0, 1).flatten(1, 2).contiguous()  # column × (row, image) × channel
-        for g, (offsets, seen) in zip(columns, self.windows, strict=True):
-            inner, outer = (slice(part.start * channels, part.stop * channels) for part in (offsets, seen))
-            for k, row in enumerate(self.rows):
-                block = slice(row.start * images, (row.start + row.count) * images)
-                yield k, inner, row.plane, block, outer, g[row.first * images : (row.first + row.count) * images]
+    @cached_property
+    def columns(self) -> tuple[Tensor, ...]:
+        """g column by column, (row, image) × channel."""
+        return self.g.permute(3, 2, 0, 1).flatten(1, 2).contiguous().unbind()
 
     def of_images(self) -> Tensor:
-        filters = self.weight.permute(2, 0, 3, 1).flatten(2).contiguous()  # row × output × (column, input)
+        filters = self.weight.permute(2, 0, 3, 1).flatten(2).contiguous().unbind()  # output × (column, input), by row
         shape = self.x.permute(2, 0, 3, 1).shape
         planes = [self.x.new_zeros((len(range(r, shape[0], self.stride)), *shape[1:])) for r in range(self.stride)]
         matrices = [plane.view(-1, shape[2] * shape[3]) for plane in planes]
-        for k, inner, plane, block, outer, g in self.blocks():
-            matrices[plane][block, outer].addmm_(g, filters[k, :, inner])
+        for b in self.blocks:
+            g = self.columns[b.result_column][b.result_rows]
+            matrices[b.plane][b.rows, b.columns].addmm_(g, filters[b.row][:, b.offsets])
         result = torch.empty_like(self.x)
         for r, rows in enumerate(planes):
             result.permute(2, 0, 3, 1)[r :: self.stride] = rows
         return result
 
     def of_weight(self) -> Tensor:
-        valid = sum(row.count for row in self.rows) / (len(self.rows) * self.g.shape[2])
-        if valid > WORTH_SORTING:
+        size = self.weight.shape[2]
+        rows = meetings(self.x.shape[2], size, self.stride, self.padding)
+        if sum(row.count for row in rows) > WORTH_SORTING * size * self.g.shape[2]:
             settings = [self.stride] * 2, [self.padding] * 2, [1, 1], False, [0, 0], 1, [False, True, False]
             return aten.convolution_backward(self.g, self.x, self.weight, None, *settings)[1]
-        outputs, inputs, size, _ = self.weight.shape
+        outputs, inputs = self.weight.shape[:2]
         result = self.weight.new_zeros((size, size * inputs, outputs))
-        rows = self.x.permute(2, 0, 3, 1)
-        matrices = [rows[r :: self.stride].flatten(0, 1).flatten(1) for r in range(self.stride)]
-        for k, inner, plane, block, outer, g in self.blocks():
-            result[k, inner].addmm_(matrices[plane][block, outer].t(), g)
+        pixels = self.x.permute(2, 0, 3, 1)
+        matrices = [pixels[r :: self.stride].flatten(0, 1).flatten(1) for r in range(self.stride)]
+        for b in self.blocks:
+            g = self.columns[b.result_column][b.result_rows]
+            result[b.row, b.offsets].addmm_(matrices[b.plane][b.rows, b.columns].t(), g)
         return result.view(size, size, inputs, outputs).permute(3, 2, 0, 1)
