@@ -271,11 +271,13 @@ def test_every_preset_runs_on_its_data(tmp_path, name):
     if settings.dataset != "glyphs" and not (root and os.path.isdir(os.path.join(root, settings.dataset))):
         pytest.skip(f"BILEVEL_DATA names no folder with {settings.dataset}")
     options = ["--iterations", 1, "--meta-batch", 1, "--validation-episodes", 2, "--queries", 2, "--seed", 7]
+    ways = settings.ways
     if settings.network == "rn":  # seconds for every ten images
-        options += ["--queries", 1, "--step-bound", 0]
+        ways = 2
+        options += ["--ways", ways, "--queries", 1]
     done = here("train", name, *options, "--out", tmp_path / "run", "--threads", 1)
     assert done.exit_code == 0, done.output
     written = Settings.of(config(tmp_path / "run")["settings"])
-    assert (written.iterations, written.seed, written.ways, written.network) == (1, 7, settings.ways, settings.network)
+    assert (written.iterations, written.seed, written.ways, written.network) == (1, 7, ways, settings.network)
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
     assert torch.get_num_threads() == 1

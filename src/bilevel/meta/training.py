@@ -213,7 +213,8 @@ class FewShotTraining:
         return Estimate(
             seconds=step,
             validation_seconds=look * settings.validation_episodes / self.world.size,
-            bytes=sum(kept.values()) + copies * weights + images,
+            # Going back needs about as much as was kept on the way, and episodes are cut from a copy of their images.
+            bytes=2 * sum(kept.values()) + copies * weights + 2 * images,
         )
 
 
