@@ -1,10 +1,16 @@
-"""The problems that are timed. All are float64, so that contestants can be held to the same hypergradient."""
+"""The problems that are timed. All but the hyper-representation are float64, so that contestants can be held to the
+same hypergradient."""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 
 from harness.contract import Case
+
+# The meta-batch of the hyper-representation: 5-way 1-shot with 15 queries per class.
+EPISODES, WAYS, SHOTS, QUERIES = 16, 5, 1, 15
 
 
 def ridge(steps: int) -> Case:
@@ -55,3 +61,31 @@ def shared_ridge(groups: int, steps: int) -> Case:
         0.01,
         steps,
     )
+
+
+def dataset() -> str:
+    """Omniglot where it is at hand, the package's own glyphs where it is not."""
+    from bilevel.data import load
+
+    if os.environ.get("BILEVEL_DATA"):
+        try:
+            load("omniglot")
+            return "omniglot"
+        except Exception as reason:
+            print(f"Without Omniglot: {reason}")
+    return "glyphs"
+
+
+def hyper(steps: int) -> Case:
+    """The paper's hyper-representation: a network with 64 filters learned over a meta-batch of episodes, in float32 as
+    one trains it. The step is short, so that rounding does not grow over the steps."""
+    import bilevel as bl
+    from bilevel.data import load
+    from bilevel.models import build
+
+    data = load(dataset())
+    episodes = bl.Episodes(data, "train", WAYS, SHOTS, QUERIES, rotations=True).batch(range(EPISODES))
+    network = build("omniglot-net", data.shape[2])
+    lam = [p.detach().numpy() for p in network.parameters()]
+    groups = ([x.numpy() for x in group] for group in (episodes.train, episodes.val))
+    return Case(f"hyper-T{steps}", "hyper", lam, [np.zeros((EPISODES, 257, WAYS))], *groups, 0.01, steps)

@@ -21,8 +21,9 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 class Contestant:
     """What a contestant's file says about itself.
 
-    `group` decides which targets it enters: "bilevel", "torch peer", "by hand" or "jax"; `kinds` are the problems it
-    takes part in, None for all; with `slow_start` (compilation takes a minute) it is left out of quick runs.
+    `group` decides which targets it enters: "bilevel", "torch peer", "by hand", "jax" or "floor" (what a hypergradient
+    is held against); `kinds` are the problems it takes part in, None for all but the hyper-representation; with
+    `slow_start` (compilation takes a minute) it is left out of quick runs.
     """
 
     name: str
@@ -43,8 +44,13 @@ class Contestant:
                 constants[node.targets[0].id.lower()] = ast.literal_eval(node.value)
         return Contestant(path.stem, path, **constants)
 
+    @property
+    def enters_most(self) -> bool:
+        """Whether it takes part in more than the hyper-representation."""
+        return self.kinds != ("hyper",)
+
     def enters(self, case: Case) -> bool:
-        return self.kinds is None or case.kind in self.kinds
+        return case.kind != "hyper" if self.kinds is None else case.kind in self.kinds
 
 
 def find() -> list[Contestant]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from harness.cases import EPISODES, QUERIES, SHOTS, WAYS
 from harness.results import Results, baseline
 from harness.targets import size_of, targets
 from harness.timing import Ratio, Timing
@@ -45,8 +46,10 @@ class Table:
 
 def tables(results: Results) -> Iterator[Table]:
     yield _targets(results)
-    for case, timings in results.by_case("ridge", "network").items():
+    for case, timings in results.by_case("ridge", "network", "hyper").items():
         yield _speed(case, timings)
+    if results.ranks():
+        yield _ranks(results)
     if results.memory():
         yield _memory(results)
     for key, title, name in (
@@ -107,6 +110,21 @@ def _memory(results: Results) -> Table:
     )
 
 
+def _ranks(results: Results) -> Table:
+    figures = results.ranks()
+    images = EPISODES * WAYS * (SHOTS + QUERIES)
+    rows = [
+        [str(f.ranks), milliseconds(f.seconds), f"{images / f.seconds:,.0f}", f"{figures[0].seconds / f.seconds:.2f}"]
+        for f in figures
+    ]
+    note = (
+        f"{EPISODES} episodes of {results.sections['hyper']['dataset']} in all, T = 5, one thread for each process "
+        "(torchrun, gloo); the update of λ and the sampling are included."
+    )
+    columns = ["processes", "hyperiteration, ms", "images per second", "speed-up"]
+    return Table("Training by several processes", columns, rows, note)
+
+
 def _scaling(title: str, name: str, timings: list[Timing]) -> Table:
     sizes = sorted({size_of(timing) for timing in timings})
     rows = []
@@ -138,7 +156,7 @@ def write_markdown(results: Results) -> None:
     body = [
         "# Benchmark results",
         "Made by `python benchmarks/run.py`. One thread each; contestants take turns, round by round; all return the "
-        "same hypergradient (relative 1e-6).",
+        "same hypergradient (relative 1e-6; the hyper-representation is in float32, where ReLUs leave 2e-2).",
         "\n".join(origin),
         *(table.in_markdown() for table in tables(results)),
         *pictures,

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.environments import ROOT
 from harness.memory import Memory
+from harness.ranks import Throughput
 from harness.timing import Timing
 
 
@@ -42,6 +43,9 @@ class Results:
 
     def memory(self) -> list[Memory]:
         return [Memory(**row) for row in self.sections.get("memory", {}).get("memory", [])]
+
+    def ranks(self) -> list[Throughput]:
+        return [Throughput(**row) for row in self.sections.get("hyper", {}).get("ranks", [])]
 
     def by_case(self, *sections: str) -> dict[str, list[Timing]]:
         """The timings of some sections, case by case."""

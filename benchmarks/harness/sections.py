@@ -12,6 +12,7 @@ from harness.contestants import Contestant, Worker, WorkerError
 from harness.contract import Case
 from harness.environments import NotInstalled
 from harness.memory import measure_memory
+from harness.ranks import measure_ranks
 from harness.timing import Timing, measure
 
 Tick = Callable[[str, float], None]
@@ -28,10 +29,12 @@ class Effort:
     memory_repeats: int
     scaling_steps: tuple[int, ...]
     lam_sizes: tuple[int, ...]
+    rank_steps: int
+    rank_repeats: int
 
 
-FULL = Effort(25, 0.1, 50, (10, 100, 1000), 3, (10, 50, 250, 1000, 4000), (1, 8, 64, 512))
-QUICK = Effort(5, 0.03, 10, (300,), 1, (10, 50, 250), (1, 8, 64))
+FULL = Effort(25, 0.1, 50, (10, 100, 1000), 3, (10, 50, 250, 1000, 4000), (1, 8, 64, 512), 10, 3)
+QUICK = Effort(5, 0.03, 10, (300,), 1, (10, 50, 250), (1, 8, 64), 3, 1)
 
 
 class Pool:
@@ -44,7 +47,7 @@ class Pool:
 
     def of(self, names: list[str] | None, tick: Tick) -> list[Worker]:
         """The workers of the named contestants, or of all."""
-        chosen = [contestant for contestant in self.contestants if names is None or contestant.name in names]
+        chosen = [c for c in self.contestants if (c.enters_most if names is None else c.name in names)]
         started = []
         for contestant in chosen:
             if contestant.name not in self.workers and contestant.name not in self.absent:
@@ -129,9 +132,26 @@ def scaling(pool: Pool, effort: Effort, folder: Path, tick: Tick) -> dict[str, A
     return {"steps": by_steps, "lam": by_lam}
 
 
+def hyper(pool: Pool, effort: Effort, folder: Path, tick: Tick) -> dict[str, Any]:
+    """A meta-batch of the hyper-representation at a short and a long horizon, and trainings by several processes."""
+    problems = [cases.hyper(5), cases.hyper(50)]
+    names = [contestant.name for contestant in pool.contestants if contestant.enters(problems[0])]
+
+    def most(what: str, amount: float) -> None:
+        tick(what, amount * 0.8)
+
+    def rest(what: str, amount: float) -> None:
+        tick(what, amount * 0.2)
+
+    timings = _timed(pool, names, problems, effort, folder, most)
+    ranks = [asdict(figure) for figure in measure_ranks(effort.rank_steps, effort.rank_repeats, rest)]
+    return {"timings": timings, "ranks": ranks, "dataset": cases.dataset()}
+
+
 SECTIONS: dict[str, Callable[[Pool, Effort, Path, Tick], dict[str, Any]]] = {
     "ridge": ridge,
     "network": network,
     "memory": memory,
     "scaling": scaling,
+    "hyper": hyper,
 }

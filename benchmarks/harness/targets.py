@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.memory import Memory
-from harness.results import Results, baseline
+from harness.results import Results, baseline, fastest
 from harness.timing import Ratio, Timing
 
 
@@ -39,7 +39,7 @@ class Target:
 
 
 def targets(results: Results) -> list[Target]:
-    return [*_speed(results), *_memory(results.memory()), *_scaling(results)]
+    return [*_speed(results), *_memory(results.memory()), *_scaling(results), *_hyper(results)]
 
 
 def _ratio(
@@ -99,6 +99,21 @@ def _scaling(results: Results) -> Iterator[Target]:
     yield _power("Reverse linear in T: exponent", steps, "bilevel_reverse", 1.1)
     yield _power("Reverse flat in the size of λ: exponent", lam, "bilevel_reverse", 0.1)
     yield _power("Forward at most linear in the size of λ: exponent", lam, "bilevel_forward", 1.1)
+
+
+def _hyper(results: Results) -> Iterator[Target]:
+    for case, timings in results.by_case("hyper").items():
+        named = {timing.contestant: timing for timing in timings}
+        ours, limit = named.get("hyper_bilevel"), {5: 1.15, 50: 1.35}[timings[0].steps]
+        for floor, whose in (("hyper_floor", "the plain module"), ("hyper_floor_bilevel", "our own h")):
+            yield _ratio(f"within {limit} times a pass of {whose}", case, ours, named.get(floor), limit)
+        if case == "hyper-T5":
+            peer = fastest(timings, lambda t: t.group == "torch peer")
+            yield _ratio("at least 1.3 times faster than the fastest torch peer", case, peer, ours, 1.3, at_least=True)
+    for alone in (figure for figure in results.ranks() if figure.ranks == 1):
+        share = alone.sampling / alone.seconds
+        figure = f"{alone.sampling * 1e3:.2f} of {alone.seconds * 1e3:.0f} ms"
+        yield Target("sampling under 3 % of a hyperiteration", "hyper", share, 0.03, figure)
 
 
 def _power(claim: str, timings: list[Timing], contestant: str, limit: float) -> Target:

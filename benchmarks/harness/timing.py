@@ -15,6 +15,8 @@ from harness.contestants import Worker, WorkerError
 from harness.contract import Case
 
 TOLERANCE = 1e-6
+# For float32, where a sign of a ReLU may already turn on rounding.
+ROUGH = 2e-2
 
 
 class Disagreement(Exception):
@@ -106,7 +108,9 @@ def measure(
             timing.gradient = np.array(reply["gradient"])
             tick(f"{timing.case}: {timing.label}", share)
     for case in cases:
-        check_agreement([timing for timing in timings if timing.case == case.name and timing.rounds])
+        # A floor computes something else than a hypergradient.
+        same = [t for t in timings if t.case == case.name and t.rounds and t.group != "floor"]
+        check_agreement(same, TOLERANCE if case.lam[0].dtype == np.float64 else ROUGH)
     return timings
 
 
@@ -120,15 +124,15 @@ def _load(worker: Worker, path: str) -> dict[str, Any]:
         return {"unavailable": str(error).splitlines()[0]}
 
 
-def check_agreement(timings: Sequence[Timing]) -> None:
+def check_agreement(timings: Sequence[Timing], allowed: float = TOLERANCE) -> None:
     """Hold every hypergradient against the first one's."""
     for timing in timings[1:]:
         reference = timings[0]
         error = distance(timing.gradient, reference.gradient)
-        if not error <= TOLERANCE:
+        if not error <= allowed:
             raise Disagreement(
                 f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: {error:.2g} "
-                f"apart (relative), allowed {TOLERANCE:g}."
+                f"apart (relative), allowed {allowed:g}."
             )
 
 

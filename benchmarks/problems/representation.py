@@ -1,0 +1,80 @@
+"""The hyper-representation as a user of torch writes it: a plain module, one episode after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.contract import Case, Run
+
+# Takes the features of a support set, its labels, those of the query set, its labels; returns E after T steps.
+Adapt = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def plain_module(weights: Sequence[Tensor]) -> nn.Module:
+    """Four stride-2 convolutions with batch norm by the statistics of the batch; a bias and no learned scale."""
+    layers: list[nn.Module] = []
+    for filters, shift in zip(weights[::2], weights[1::2], strict=True):
+        outputs, inputs, size, _ = filters.shape
+        convolution = nn.Conv2d(inputs, outputs, size, stride=2, padding=1, bias=False)
+        norm = nn.BatchNorm2d(outputs, eps=1e-3, track_running_stats=False)
+        with torch.no_grad():
+            convolution.weight.copy_(filters)
+            norm.bias.copy_(shift)
+        norm.weight.requires_grad_(False)
+        layers += [convolution, norm, nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Flatten())
+
+
+@dataclass(frozen=True)
+class Representation:
+    """A case as a module and its episodes."""
+
+    module: nn.Module
+    episodes: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    features: int
+    ways: int
+    lr: float
+    steps: int
+
+    @property
+    def lam(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+
+def representation(case: Case) -> Representation:
+    torch.set_num_threads(1)
+    (images, labels), (queries, answers) = ([torch.from_numpy(x) for x in group] for group in (case.train, case.val))
+    module = plain_module([torch.from_numpy(x) for x in case.lam])
+    episodes = list(zip(images, labels, queries, answers, strict=True))
+    _, features, ways = case.start[0].shape
+    return Representation(module, episodes, features - 1, ways, case.lr, case.steps)
+
+
+def summed(parts: Iterator[Sequence[Tensor]]) -> list[Tensor]:
+    """The sum over episodes, in place."""
+    total = [part.clone() for part in next(parts)]
+    for part in parts:
+        for one, other in zip(total, part, strict=True):
+            one.add_(other)
+    return total
+
+
+def with_adaptation(adapt: Callable[[Representation], Adapt]) -> Callable[[Case], Run]:
+    """The `prepare` of a contestant that computes features once per episode and adapts a head differentiably."""
+
+    def prepare(case: Case) -> Run:
+        p = representation(case)
+        run_episode = adapt(p)
+
+        def gradients() -> Iterator[Sequence[Tensor]]:
+            for images, labels, queries, answers in p.episodes:
+                loss = run_episode(p.module(images), labels, p.module(queries), answers) / len(p.episodes)
+                yield torch.autograd.grad(loss, p.lam)
+
+        return lambda: summed(gradients())
+
+    return prepare
