@@ -37,10 +37,9 @@ class Walk:
         return {"score": self.scores[iteration % len(self.scores)]}
 
     def state(self):
-        return {"x": self.x}, {"note": "λ"}
+        return {"x": self.x}
 
-    def restore(self, tensors, facts):
-        assert facts == {"note": "λ"}
+    def restore(self, tensors):
         self.x = tensors["x"].clone()
 
     def weights(self):

@@ -185,6 +185,17 @@ class HyperRepresentation:
         finally:
             self.lam = before
 
+    def to(self, device: torch.device | str) -> HyperRepresentation:
+        """Move the learner there; episodes follow it. Returns the learner itself."""
+        self.module.to(device)
+        self.lam = {name: value.to(device) for name, value in self.lam.items()}
+        return self
+
+    def _here(self, episodes: Task) -> tuple[Batch, Batch]:
+        device = next(iter(self.lam.values())).device
+        (images, labels), (queries, answers) = episodes.train, episodes.val
+        return (images.to(device), labels.to(device)), (queries.to(device), answers.to(device))
+
     def running(self) -> list[Tensor]:
         """The running averages of batch norm, where they are in use: means and variances, layer by layer."""
         if self.batch_norm != "running":
@@ -225,6 +236,8 @@ class HyperRepresentation:
         """A learner from `path.safetensors` and `path.json`; a module of your own has to be passed again."""
         stem = Path(path)
         card = read_json(stem.with_name(stem.name + ".json"))
+        if not isinstance(card, dict) or "learner" not in card:
+            raise BilevelError(f"{stem}.json is not the card of a learner.")
         learner = cls.from_settings(card["learner"], module)
         learner.set_weights(read_tensors(stem.with_name(stem.name + ".safetensors"))[0])
         return learner
@@ -253,9 +266,9 @@ class HyperRepresentation:
     def hypergradient(self, episodes: Task) -> tuple[Tensor, dict[str, Tensor]]:
         """f_T(λ) and ∇f_T(λ), means over the stacked episodes."""
         keep_freed_memory()
-        (images, labels), (queries, answers) = episodes.train, episodes.val
-        value, total = torch.zeros(()), None
-        for part in zip(*(x.split(self.chunk) for x in (images, labels, queries, answers)), strict=True):
+        (images, labels), (queries, answers) = self._here(episodes)
+        value, total = torch.zeros((), device=images.device), None
+        for part in zip(*(torch.split(x, self.chunk) for x in (images, labels, queries, answers)), strict=True):
             task = Task((part[0], part[1]), (part[2], part[3]))
             result = hypergradient(
                 self.problem(len(part[0]), int(labels.max()) + 1),
@@ -288,7 +301,7 @@ class HyperRepresentation:
     @torch.no_grad()
     def accuracies(self, episodes: Task, steps: int) -> Tensor:
         """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
-        (images, labels), (queries, answers) = episodes.train, episodes.val
+        (images, labels), (queries, answers) = self._here(episodes)
         sets = [self.represent_sets(self.lam, *pair, training=False) for pair in zip(images, queries, strict=True)]
         ways = int(labels.max()) + 1
         support, query = self.scaled(sets, ways)

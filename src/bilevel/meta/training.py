@@ -96,7 +96,7 @@ class FewShotTraining:
 
     def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
         self.settings, self.data, self.world = settings, data, world or World()
-        self.learner = new_learner(settings, data)
+        self.learner = new_learner(settings, data).to(self.world.device)
         self.train, self.val = (episodes(settings, data, split) for split in ("train", "val"))
         self.optimizer = torch.optim.Adam(self.learner.lam.values(), lr=settings.lr)
         self.mean = {name: value.clone() for name, value in self.learner.lam.items()} if settings.average else {}
@@ -134,7 +134,7 @@ class FewShotTraining:
 
     def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
         leaves = list(grads.values())
-        return torch.cat([x.to(leaves[0].dtype).reshape(-1) for x in (value, *leaves, *statistics)])
+        return torch.cat([x.to(leaves[0]).reshape(-1) for x in (value, *leaves, *statistics)])
 
     def _update(self, mean: Tensor, iteration: int) -> None:
         settings, lam, running = self.settings, self.learner.lam, self.learner.running()
@@ -161,27 +161,27 @@ class FewShotTraining:
             score = judge(self.learner, self.val, count, steps, self.world, stop=stop)
         return {"score": score.means[-1], "interval": score.intervals[-1]}
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state(self) -> dict[str, Tensor]:
         tensors = {f"lam/{name}": value for name, value in self.learner.lam.items()}
         tensors |= {f"running/{i}": value for i, value in enumerate(self.learner.running())}
         tensors |= {f"mean/{name}": value for name, value in self.mean.items()}
         for name, leaf in self.learner.lam.items():
             for key, value in self.optimizer.state[leaf].items():
                 tensors[f"adam/{key}/{name}"] = value
-        return tensors, {}
+        return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         try:
             for name, leaf in self.learner.lam.items():
-                leaf.copy_(tensors[f"lam/{name}"])
+                leaf.copy_(state[f"lam/{name}"])
                 keys = ("step", "exp_avg", "exp_avg_sq")
-                found = {key: tensors.get(f"adam/{key}/{name}") for key in keys}
+                found = {key: state.get(f"adam/{key}/{name}") for key in keys}
                 if found["step"] is not None:
                     self.optimizer.state[leaf] = {key: _like(leaf, key, value) for key, value in found.items()}
             for i, running in enumerate(self.learner.running()):
-                running.copy_(tensors[f"running/{i}"])
+                running.copy_(state[f"running/{i}"])
             for name, mean in self.mean.items():
-                mean.copy_(tensors[f"mean/{name}"])
+                mean.copy_(state[f"mean/{name}"])
         except (KeyError, RuntimeError) as error:
             raise BilevelError(f"The checkpoint does not fit the settings: {error}.") from error
 

@@ -34,6 +34,13 @@ class World:
     size: int = 1
 
     @property
+    def device(self) -> torch.device:
+        """Where this process computes: a graphics card of its own if the machine has any."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    @property
     def writes(self) -> bool:
         """Whether this is the one process that writes files and prints."""
         return self.rank == 0

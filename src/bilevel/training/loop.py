@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from bilevel.training.files import NotWritten, write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import Log
 from bilevel.training.stopping import EarlyStopping, Interrupted, StopRequest, stop_requests
-
-State = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 class Job(Protocol):
@@ -33,10 +31,10 @@ class Job(Protocol):
     def validate(self, iteration: int, stop: StopRequest) -> dict[str, float]:
         """Numbers on validation data, with the `score` to maximise; `Interrupted` if a process is asked to stop."""
 
-    def state(self) -> State:
+    def state(self) -> dict[str, Tensor]:
         """Everything the next hyperiteration depends on."""
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go back to a state."""
 
     def weights(self) -> dict[str, Tensor]:
@@ -119,7 +117,7 @@ class Run:
         if found is None:
             return
         tensors, facts = found
-        self.job.restore(tensors, facts["job"])
+        self.job.restore(tensors)
         self.stopping.restore(facts["stopping"])
         self.iteration, self.earlier_seconds = facts["iteration"], facts["seconds"]
         self.validated_at = facts.get("validated_at", self.iteration)
@@ -208,16 +206,14 @@ class Run:
         now = (self.iteration, self.validated_at)
         if not self.world.writes or self.saved == now:
             return
-        tensors, facts = self.job.state()
-        everything = {
-            "job": facts,
+        facts = {
             "stopping": self.stopping.state(),
             "seconds": self.seconds,
             "validated_at": self.validated_at,
             "losses": self.losses,
         }
-        self.folder.checkpoints.write(self.iteration, tensors, everything)
-        write_tensors(self.folder.last, self.job.weights(), {"iteration": self.iteration, **facts})
+        self.folder.checkpoints.write(self.iteration, self.job.state(), facts)
+        write_tensors(self.folder.last, self.job.weights(), {"iteration": self.iteration})
         self.saved = now
 
     def _log(self) -> Log:
