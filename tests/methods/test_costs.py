@@ -101,6 +101,7 @@ def test_auto_says_why_and_is_exact(capsys):
 
 def test_auto_turns_to_thrift_when_memory_is_short():
     from bilevel.methods.auto import choose
+
     problem, lam, task = counted([])
     process = lambda lam, steps: Process(problem, lam, task, bl.Adam(0.1), steps)  # noqa: E731
     assert type(choose(process(lam, 100), budget=130_000)[0]) is bl.Reverse
