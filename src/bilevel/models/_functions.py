@@ -1,6 +1,6 @@
 """Layers as autograd functions that pass over memory less often than their parts would.
 
-On a CPU a small convolutional network spends a third of its time outside its convolutions, reading and writing
+On a CPU a small convolutional network spends a quarter of its time outside its convolutions, reading and writing
 activations. All functions are differentiable twice: where a graph of the gradient is asked for, it is made from the
 same layer written in torch's operations.
 """

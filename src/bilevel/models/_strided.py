@@ -3,8 +3,8 @@
 Rows of pixels are laid out as (row, image, column, channel) and sorted by row modulo the stride. The rows that one row
 of the filter meets, for all images and all rows of the result, are then one block; and the columns that one column of
 the result sees are neighbours. So every pair (row of the filter, column of the result) is one large matrix product, in
-which padding costs nothing. For the 64 filters of the Omniglot network this takes two thirds of the time of torch's
-kernels on AVX2.
+which padding costs nothing. For the 64 filters of the Omniglot network this takes about four fifths of the time of
+torch's kernels on AVX2.
 """
 
 from __future__ import annotations
