@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,3 +13,19 @@ torch.set_num_threads(1)
 def double_precision():
     yield
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def real():
+    """`real("omniglot/images_background.zip", …)`: the data root, if BILEVEL_DATA names one that has these files."""
+
+    def root(*files):
+        given = os.environ.get("BILEVEL_DATA")
+        if not given:
+            pytest.skip("BILEVEL_DATA is not set")
+        missing = [file for file in files if not (Path(given) / file).exists()]
+        if missing:
+            pytest.skip(f"BILEVEL_DATA has no {missing[0]}")
+        return Path(given)
+
+    return root

@@ -10,7 +10,7 @@ from bilevel.errors import BilevelError
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.training.files import read_json, read_tensors
-from bilevel.training.folder import RunFolder
+from bilevel.training.folder import RunFolder, read_metrics
 
 ZOO = Path(__file__).parent / "zoo"
 PREFIX = "zoo:"
@@ -84,4 +84,11 @@ def _from_run(path: Path) -> Trained:
     except (KeyError, TypeError) as error:
         raise BilevelError(f"{folder.config_file} does not say which learner this is ({error}).") from error
     learner.set_weights(weights)
-    return Trained(str(path), learner, settings, {**config, "weights": facts})
+    minutes = [line["minutes"] for line in read_metrics(folder.metrics) if _is_of(line, facts)]
+    training = {"hyperiterations": facts.get("iteration"), "minutes": minutes[0] if minutes else None}
+    return Trained(str(path), learner, settings, {**config, "weights": facts, "training": training})
+
+
+def _is_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:
+    """Whether a line of the metrics is the validation that these weights come from."""
+    return "minutes" in line and line.get("iteration") == facts.get("iteration")
