@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def evaluate(
     count: int,
     first: int,
     last: int,
+    queries: int | None,
     batch_norm: str | None,
     seed: int | None,
     data_root: Path | None,
@@ -34,18 +36,18 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     found = library.find(spec, batch_norm)
+    settings = found.settings if queries is None else replace(found.settings, queries=queries)
     data = open_data(found.settings, data_root)
 
     def score(split: str, steps: int) -> Score:
         with ExitStack() as stack:
             report = stack.enter_context(bar(f"meta-{split}", count)) if sys.stderr.isatty() else lambda done: None
-            return judge(found.learner, stream(found.settings, data, split, seed), count, steps, report=report)
+            return judge(found.learner, stream(settings, data, split, seed), count, steps, report=report)
 
     validation = score("val", last)
     tried = range(first, last + 1)
     chosen = max(tried, key=lambda t: (validation.means[t - 1], -t))
     test = score("test", chosen)
-    settings = found.settings
     result = {
         "model": spec,
         "data": data.name,

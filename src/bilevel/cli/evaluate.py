@@ -16,6 +16,7 @@ def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or zoo:NAME.")],
     episodes: Annotated[int, typer.Option(min=2, help="Episodes on each of the two splits.")] = 600,
     steps: Annotated[str, typer.Option(metavar="FROM-TO", help="Numbers of inner steps T to try.")] = "1-20",
+    queries: Annotated[int | None, typer.Option(min=1, help="Queries of each class; the run's if not given.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
     ] = None,
@@ -33,7 +34,7 @@ def command(
 
     from bilevel.cli._evaluation import evaluate, show
 
-    result = evaluate(run, episodes, first, last, batch_norm, seed, data_root, threads, save)
+    result = evaluate(run, episodes, first, last, queries, batch_norm, seed, data_root, threads, save)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
