@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bilevel.models import _strided
 from bilevel.models._functions import rectified_products
+from bilevel.models._layers import is_plain
 from bilevel.models.batch_norm import BatchNorm
 
 # Layers that treat every image by itself; batch norm does so set by set.
@@ -91,12 +92,7 @@ def _next(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, int]:
 def _folds(layer: nn.Conv2d, x: Tensor) -> bool:
     """Whether a convolution is of images whose patches take less memory than its result by far."""
     return (
-        type(layer) is nn.Conv2d
-        and layer.bias is None
-        and layer.groups == 1
-        and layer.dilation == (1, 1)
-        and layer.padding_mode == "zeros"
-        and not isinstance(layer.padding, str)
+        is_plain(layer)
         and 4 * layer.in_channels * prod(layer.kernel_size) <= layer.out_channels
         and not x.requires_grad
     )

@@ -12,3 +12,15 @@ def convolution(inputs: int, outputs: int, size: int, *, stride: int = 1, bias: 
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Whether a convolution is nothing but one: no bias, groups or dilation, zeros around the image, not a subclass."""
+    return (
+        type(layer) is nn.Conv2d
+        and layer.bias is None
+        and layer.groups == 1
+        and layer.dilation == (1, 1)
+        and layer.padding_mode == "zeros"
+        and not isinstance(layer.padding, str)
+    )

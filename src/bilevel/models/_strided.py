@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.models._functions import Gradients, aten, with_graph
+from bilevel.models._layers import is_plain
 
 # Where a smaller share of the rows of filters is over pixels, skipping the padding pays for sorting the rows.
 WORTH_SORTING = 0.9
@@ -31,14 +32,9 @@ def convolve(x: Tensor, layer: nn.Conv2d) -> Tensor:
 def applies(layer: nn.Conv2d, x: Tensor) -> bool:
     """Whether a convolution has a stride and is served better here than by torch's gradient."""
     return (
-        type(layer) is nn.Conv2d
-        and layer.bias is None
-        and layer.groups == 1
-        and layer.dilation == (1, 1)
-        and layer.padding_mode == "zeros"
-        and not isinstance(layer.padding, str)
+        is_plain(layer)
         and layer.stride[0] == layer.stride[1] > 1
-        and layer.padding[0] == layer.padding[1] < layer.kernel_size[0] == layer.kernel_size[1]
+        and layer.padding[0] == layer.padding[1] < layer.kernel_size[0] == layer.kernel_size[1]  # type: ignore[operator]
         and layer.kernel_size[0] >= layer.stride[0]
         # Few channels make narrow matrices, and graphics cards have kernels of their own.
         and min(layer.in_channels, layer.out_channels) >= 16
