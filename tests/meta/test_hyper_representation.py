@@ -277,3 +277,99 @@ def test_mistakes_are_explained():
         learner(inner_lr=0.0)
     with pytest.raises(bl.BilevelError, match="no parameters"):
         learner(nn.Flatten())
+
+
+class Twice(nn.Module):
+    """One batch norm under two names, used twice, and a convolution between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.norm = self.same = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.same(self.two(self.norm(self.one(x)).relu())).relu().flatten(1)
+
+
+def shared_layers():
+    torch.manual_seed(3)
+    relu, pool = nn.ReLU(), nn.MaxPool2d(2)
+    norm, conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), norm, relu, conv, norm, relu, pool, conv, relu, pool, nn.Flatten())
+
+
+@pytest.mark.parametrize("make", [Twice, shared_layers])
+def test_layers_that_are_used_twice(make):
+    module, batch = make(), episodes(count=1)
+    hyper = learner(module)
+    with torch.no_grad():
+        for images in (batch.train[0][0], batch.val[0][0]):
+            found = hyper.represent_sets(hyper.lam, images, images, training=True)
+            assert torch.allclose(found[0][:, :-1], module(images), atol=1e-12)
+        # By the statistics of a support set that is the query set too, both are the same.
+        support = learner(module, batch_norm="support")
+        known, asked = support.represent_sets(support.lam, batch.val[0][0], batch.val[0][0], training=False)
+        assert torch.allclose(known, asked, atol=1e-12) and torch.allclose(asked[:, :-1], module(batch.val[0][0]))
+
+
+def test_a_batch_norm_that_cannot_follow_is_refused():
+    class Double(nn.BatchNorm2d):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    listened = nn.BatchNorm2d(4)
+    listened.register_forward_hook(lambda *args: None)
+    for layer in (Double(4), listened):
+        with pytest.raises(bl.BilevelError, match=f"{type(layer).__name__}.*cannot follow a batch norm mode"):
+            learner(nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.Flatten()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_module_of_another_precision_than_the_default(dtype):
+    batch = episodes(count=1)
+    (images, labels), (queries, _) = one(batch, 0).train, one(batch, 0).val
+    for mode in ("episode", "support", "running"):
+        hyper = learner(torch_network().to(dtype), batch_norm=mode)
+        assert hyper.hypergradient(batch)[0].dtype == dtype
+        assert hyper.adapt(images, labels).predict_proba(queries).dtype == dtype
+
+
+def test_a_copy_of_a_learner_is_another_learner():
+    batch = episodes()
+    first = learner()
+    before = first.hypergradient(batch)[0]
+    second = copy.deepcopy(first)
+    second.l2, second.batch_norm = 0.5, "support"
+    assert torch.equal(second.hypergradient(batch)[0], learner(l2=0.5, batch_norm="support").hypergradient(batch)[0])
+    assert torch.equal(first.hypergradient(batch)[0], before)
+
+
+def test_a_classifier_outlives_further_learning():
+    batch = episodes(count=1)
+    (images, labels), (queries, _) = one(batch, 0).train, one(batch, 0).val
+    hyper = learner(torch_network(), batch_norm="running")
+    classifier = hyper.adapt(images, labels)
+    before = classifier.predict_proba(queries)
+    for buffer in hyper.running():
+        buffer.add_(1.0)
+    assert torch.equal(classifier.predict_proba(queries), before)
+
+
+def test_lists_of_tasks_are_stacked_and_other_shapes_explained():
+    batch = episodes()
+    tasks = [one(batch, i) for i in range(3)]
+    assert torch.equal(learner().hypergradient(tasks)[0], learner().hypergradient(batch)[0])
+    with pytest.raises(bl.BilevelError, match="this learner takes stacked episodes"):
+        learner().hypergradient(tasks[0])
+    with pytest.raises(bl.BilevelError, match="channels, height, width"):
+        bl.HyperRepresentation("omniglot-net", (28, 28))
+
+
+def test_the_bound_counts_the_l2_term():
+    batch = episodes(count=1)
+    hyper = learner(inner_lr=0.5, step_bound=1.0, l2=1.5)
+    found = bl.certify(hyper.problem(1, WAYS), hyper.lam, batch, dynamics=hyper.dynamics, steps=0, mu=0.0)
+    assert found.nu <= 2.0 * (1 + 1e-9)
+    with pytest.raises(bl.BilevelError, match="take a smaller step"):
+        learner(inner_lr=0.5, step_bound=1.0, l2=2.5).hypergradient(batch)

@@ -141,7 +141,7 @@ def test_labels_only_and_uneven_classes():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ways": 7}, "ways=7 needs 7 classes and there are 6.*ways ≤ 6 or rotations=True"),
+        ({"ways": 7}, "ways=7 needs 7 classes and there are 6.*ways ≤ 6, or let rotations"),
         ({"ways": 25, "rotations": True}, "ways=25 needs 25 classes and there are 24"),
         (
             {"shots": 6, "queries": 15},
@@ -170,7 +170,7 @@ def test_other_refusals():
         EpisodeSampler(np.zeros(4), ways=1, shots=1, queries=1)
     wide = Numbered()
     wide.images = np.zeros((len(wide.labels), 4, 5, 1), np.uint8)
-    with pytest.raises(BilevelError, match="square images; these are 5×4"):
+    with pytest.raises(BilevelError, match="square images, and these are 5×4"):
         Episodes(wide, rotations=True)
 
 

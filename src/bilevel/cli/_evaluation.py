@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import typer
 
+from bilevel.errors import BilevelError
 from bilevel.meta import library
 from bilevel.meta.evaluation import Score, judge
 from bilevel.meta.training import episodes as stream
@@ -36,8 +37,14 @@ def evaluate(
     if threads is not None:
         torch.set_num_threads(threads)
     found = library.find(spec, batch_norm)
-    settings = found.settings if queries is None else replace(found.settings, queries=queries)
     data = open_data(found.settings, data_root)
+    trained_on = found.card.get("data", {}).get("fingerprint")
+    if trained_on not in (None, data.fingerprint):
+        raise BilevelError(
+            f"The images of {data.name} are not those that {spec} was trained on, so its training classes may be among "
+            "those of the test. Judge it on the data it was trained on; `bilevel classify` takes any pictures."
+        )
+    settings = found.settings if queries is None else replace(found.settings, queries=queries)
 
     def score(split: str, steps: int) -> Score:
         with ExitStack() as stack:
@@ -50,7 +57,7 @@ def evaluate(
     test = score("test", chosen)
     result = {
         "model": spec,
-        "data": data.name,
+        "data": settings.dataset,
         "ways": settings.ways,
         "shots": settings.shots,
         "queries": settings.queries,

@@ -52,12 +52,12 @@ def run(
             patience=settings.patience,
         )
         training = Run(job, folder, schedule, world, report=_warn)
-        if world.writes:
-            _announce(settings, preset, folder, job, training.iteration)
         try:
+            if world.writes:
+                _announce(settings, folder, job, training.iteration)
             ending = training.go(progress=sys.stderr.isatty())
         except KeyboardInterrupt:
-            _warn(f"Stopped at once. Go on from the newest checkpoint with: bilevel train --resume --out {folder.path}")
+            _warn(f"Stopped at once. Go on from what was saved with: bilevel train --resume --out {folder.path}")
             return 130
         if world.writes:
             _conclude(ending, folder, settings)
@@ -91,17 +91,18 @@ def _enter(
         listed = "\n".join(f"  {line}" for line in wrong)
         raise BilevelError(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
-            f"Leave those options out (bilevel train --resume --out {folder.path} takes the run's own), or choose "
-            "another folder."
+            f"bilevel train --resume --out {folder.path} alone takes the run's own settings; its data must be the "
+            "same. Or choose another folder for a new run."
         )
     if before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         _warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
     write_json(folder.config_file, {**before, "settings": settings.plain()})
 
 
-def _announce(settings: Settings, preset: str | None, folder: RunFolder, job: FewShotTraining, done: int) -> None:
+def _announce(settings: Settings, folder: RunFolder, job: FewShotTraining, done: int) -> None:
     """Everything that is about to happen, before it does."""
-    usual = PRESETS[preset].plain() if preset else Settings().plain()
+    preset = folder.config()["preset"]
+    usual = (PRESETS[preset] if preset else Settings()).plain()
     typer.echo(f"bilevel train {preset or ''}".rstrip())
     typer.echo(f"  {job.data.describe()}")
     for note in job.data.notes:

@@ -122,8 +122,8 @@ def read(found: Found, shape: tuple[int, ...], ink: bool, invert: bool | None) -
 def as_ink(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Light ink on black at full contrast: the border becomes 0, and the strongest hundredth of the ink 255.
 
-    Paper is rarely white and ink rarely black. Without this, a model of Omniglot was right about 60 % of simulated
-    scans (gray paper, uneven light, noise; 5-way 1-shot), and with it about 91 %; clean drawings stay as they are.
+    Paper is rarely white and ink rarely black, and models of drawings know nothing else. Clean drawings stay as they
+    are.
     """
     values = image.astype(np.float64)
     paper = np.median(border(Image.fromarray(image[:, :, 0])))

@@ -29,6 +29,8 @@ def command(**options: Any) -> None:
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
     data_root, threads = options.pop("data_root"), options.pop("threads")
     given = {key: value for key, value in options.items() if value is not None}
+    if "dataset" in given and Path(given["dataset"]).is_dir():
+        given["dataset"] = str(Path(given["dataset"]).resolve())  # so that the run can be used from anywhere
     folder = out or Path("runs") / (name or Path(given.get("dataset", "custom")).resolve().name)
     if resume and not (folder / "config.json").exists():
         raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")

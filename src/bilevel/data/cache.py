@@ -34,8 +34,8 @@ ABANDONED_SECONDS = 24 * 3600
 
 @dataclass
 class Prepared:
-    """What a source decodes to: images N×H×W×C, their labels, and what JSON can hold about them. `fresh` when they were
-    decoded just now."""
+    """What a source decodes to: images N×H×W×C, their labels, and what JSON can hold about them. `fingerprint` is a
+    digest of all that; `fresh` says that they were decoded just now."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -95,7 +95,6 @@ def prepared(
         if found is None:
             raise BilevelError(f"The cache entry {folder} cannot be read back; remove it and try again.")
         found.fresh = True
-    found.fingerprint = digest
     return found
 
 
@@ -115,6 +114,15 @@ def fingerprint(source: Path) -> list[Any]:
     return [str(source.resolve()), len(lines), digest]
 
 
+def content(made: Prepared) -> str:
+    """A digest of images, labels and names of classes: the same wherever the same data were decoded."""
+    digest = hashlib.sha256(json.dumps([made.images.shape, made.meta.get("classes")]).encode())
+    digest.update(made.labels.astype("<i8").tobytes())
+    for start in range(0, len(made.images), 1024):  # they may be more than fit into memory
+        digest.update(np.ascontiguousarray(made.images[start : start + 1024]).tobytes())
+    return digest.hexdigest()
+
+
 def _open(folder: Path) -> Prepared | None:
     """The entry, or None when there is none; an entry that was damaged is removed."""
     if not folder.is_dir():
@@ -125,6 +133,7 @@ def _open(folder: Path) -> Prepared | None:
         labels = np.load(folder / LABELS)
         if list(images.shape) != meta["shape"] or len(labels) != len(images):
             raise ValueError("shapes differ")
+        return Prepared(images, labels, meta["meta"], fingerprint=meta["content"])
     except (FileNotFoundError, ValueError, KeyError, EOFError):
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -133,7 +142,6 @@ def _open(folder: Path) -> Prepared | None:
             f"The cache entry {folder} cannot be read: {error.strerror or error}. Set the environment variable "
             "BILEVEL_CACHE to a folder of your own."
         ) from error
-    return Prepared(images, labels, meta["meta"])
 
 
 def _make(folder: Path, decode: Callable[[Workspace], Prepared], progress: bool | None) -> None:
@@ -151,7 +159,8 @@ def _make(folder: Path, decode: Callable[[Workspace], Prepared], progress: bool 
             _save(temporary / IMAGES, made.images)
             _save(temporary / LABELS, made.labels.astype(np.int64))
             with open(temporary / META, "w", encoding="utf-8") as file:
-                json.dump({"shape": list(made.images.shape), "meta": made.meta}, file, ensure_ascii=False)
+                facts = {"shape": list(made.images.shape), "content": content(made), "meta": made.meta}
+                json.dump(facts, file, ensure_ascii=False)
                 file.flush()
                 os.fsync(file.fileno())
             # Some systems refuse to rename a folder that holds a mapped file.

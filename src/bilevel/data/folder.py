@@ -66,7 +66,7 @@ class Folder(Source):
             if image.shape != images.shape[1:]:
                 raise BilevelError(
                     f"{file} is {image.shape[1]}×{image.shape[0]} and {files[0]} is {images.shape[2]}×"
-                    f"{images.shape[1]}; pass size=… (84, say) to bring all images to one size."
+                    f"{images.shape[1]}; pass size=… or --image-size … (84, say) to bring all to one size."
                 )
             images[number] = 255 - image if self.invert else image
             converted[done] += 1

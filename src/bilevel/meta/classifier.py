@@ -41,8 +41,7 @@ class FewShotClassifier:
     """
 
     def __init__(self, learner: HyperRepresentation, images: Any, labels: Any, steps: int | None) -> None:
-        self.learner = copy.copy(learner)
-        self.learner.lam = {name: value.detach().clone() for name, value in learner.lam.items()}
+        self.learner = copy.deepcopy(learner)
         self.steps = learner.steps if steps is None else steps
         if self.steps < 1:
             raise BilevelError(f"steps={steps} would leave the classifier at zero; pass at least 1.")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bilevel import trees
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
@@ -77,8 +77,10 @@ class HyperRepresentation:
     ) -> None:
         if batch_norm not in MODES:
             raise BilevelError(f"batch_norm={batch_norm!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
-        if steps < 1 or chunk < 1:
-            raise BilevelError(f"steps={steps} and chunk={chunk} must be at least 1.")
+        if not all(isinstance(number, int) and number >= 1 for number in (steps, chunk)):
+            raise BilevelError(f"steps={steps} and chunk={chunk} must be whole numbers ≥ 1.")
+        if len(shape) != 3:
+            raise BilevelError(f"shape={shape} must be (channels, height, width), (1, 28, 28) for example.")
         if not inner_lr > 0 or not l2 >= 0 or not step_bound >= 0:
             raise BilevelError(f"inner_lr={inner_lr} must be positive, l2={l2} and step_bound={step_bound} at least 0.")
         self.network = module if isinstance(module, str) else None
@@ -92,7 +94,7 @@ class HyperRepresentation:
         if not self.lam:
             raise BilevelError("The module has no parameters, so there is no representation to learn.")
         self.features = self._count_features()
-        self.problem: Callable[[int, int], Problem] = lru_cache(None)(self._problem)
+        self._problems: dict[tuple[int, int], Problem] = {}
 
     # ------------------------------------------------------------------------------------------- the problem
 
@@ -144,7 +146,14 @@ class HyperRepresentation:
         """
         if not self.step_bound:
             return features.new_ones(())
-        return (self.step_bound / self.inner_lr / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
+        # An L2 term adds to the curvature and does not shrink with the features.
+        room = self.step_bound / self.inner_lr - self.l2
+        if room <= 0:
+            raise BilevelError(
+                f"l2={self.l2} alone makes inner_lr={self.inner_lr} longer than step_bound={self.step_bound} over the "
+                "curvature; take a smaller step."
+            )
+        return (room / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
 
     def scaled(self, sets: list[Batch], ways: int) -> Batch:
         """The features of several episodes, stacked, with their factors."""
@@ -152,8 +161,17 @@ class HyperRepresentation:
         scale = self.scale(support, ways)
         return support * scale, query * scale
 
-    def _problem(self, episodes: int, ways: int) -> Problem:
+    def problem(self, episodes: int, ways: int) -> Problem:
         """The bilevel problem of so many episodes, stacked: one task whose w holds a classifier for each."""
+        if (episodes, ways) not in self._problems:  # kept, because a problem remembers that it has been checked
+            self._problems[episodes, ways] = self._new_problem(episodes, ways)
+        return self._problems[episodes, ways]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The problems are functions of this learner; a copy makes its own.
+        return {**self.__dict__, "_problems": {}}
+
+    def _new_problem(self, episodes: int, ways: int) -> Problem:
 
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
@@ -191,9 +209,18 @@ class HyperRepresentation:
         self.lam = {name: value.to(device) for name, value in self.lam.items()}
         return self
 
-    def _here(self, episodes: Task) -> tuple[Batch, Batch]:
+    def _here(self, episodes: Task | Sequence[Task]) -> tuple[Batch, Batch]:
         device = next(iter(self.lam.values())).device
-        (images, labels), (queries, answers) = episodes.train, episodes.val
+        task = episodes
+        if not isinstance(task, Task):
+            task = trees.map(lambda *parts: torch.stack(parts), *task)
+        (images, labels), (queries, answers) = task.train, task.val
+        if images.shape[2:] != self.shape or queries.shape[2:] != self.shape:
+            wanted = " × ".join(map(str, self.shape))
+            raise BilevelError(
+                f"The images are {list(images.shape)} and {list(queries.shape)}; this learner takes stacked episodes, "
+                f"episodes × images × {wanted}, as Episodes.batch gives them, or a list of tasks."
+            )
         return (images.to(device), labels.to(device)), (queries.to(device), answers.to(device))
 
     def running(self) -> list[Tensor]:
@@ -209,11 +236,15 @@ class HyperRepresentation:
         for layer in watched:
             layer.seen = []
         seen: list[Tensor] = []
-        yield lambda: seen
-        for layer in watched:
-            means, variances = zip(*(layer.seen or ()), strict=True)
-            seen += [torch.stack(means).mean(0), torch.stack(variances).mean(0)]
-            layer.seen = None
+        try:
+            yield lambda: seen
+            for layer in watched:
+                # A layer that was not used keeps its averages.
+                pairs = layer.seen or [(layer.running_mean, layer.running_var)]
+                seen += [torch.stack(part).mean(0) for part in zip(*pairs, strict=True)]
+        finally:
+            for layer in watched:
+                layer.seen = None
 
     def with_running(self, lam: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """λ and, where they are in use, batch norm's running averages, by name."""
@@ -263,11 +294,11 @@ class HyperRepresentation:
 
     # ------------------------------------------------------------------------------------------- learning
 
-    def hypergradient(self, episodes: Task) -> tuple[Tensor, dict[str, Tensor]]:
-        """f_T(λ) and ∇f_T(λ), means over the stacked episodes."""
+    def hypergradient(self, episodes: Task | Sequence[Task]) -> tuple[Tensor, dict[str, Tensor]]:
+        """f_T(λ) and ∇f_T(λ), means over the episodes: stacked tensors (`Episodes.batch`) or a list of tasks."""
         keep_freed_memory()
         (images, labels), (queries, answers) = self._here(episodes)
-        value, total = torch.zeros((), device=images.device), None
+        value, total = next(iter(self.lam.values())).new_zeros(()), None
         for part in zip(*(torch.split(x, self.chunk) for x in (images, labels, queries, answers)), strict=True):
             task = Task((part[0], part[1]), (part[2], part[3]))
             result = hypergradient(
@@ -299,7 +330,7 @@ class HyperRepresentation:
         return FewShotClassifier(self, images, labels, steps)
 
     @torch.no_grad()
-    def accuracies(self, episodes: Task, steps: int) -> Tensor:
+    def accuracies(self, episodes: Task | Sequence[Task], steps: int) -> Tensor:
         """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
         (images, labels), (queries, answers) = self._here(episodes)
         sets = [self.represent_sets(self.lam, *pair, training=False) for pair in zip(images, queries, strict=True)]

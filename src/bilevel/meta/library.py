@@ -46,8 +46,8 @@ def find(spec: str, batch_norm: str | None = None) -> Trained:
         found = _from_files(spec, Path(spec))
     else:
         raise BilevelError(
-            f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or one of "
-            f"{', '.join(PREFIX + name for name in zoo()) or 'no zoo models'}."
+            f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or one that "
+            f"comes with the package: {', '.join(PREFIX + name for name in zoo())}."
         )
     if batch_norm is None or batch_norm == found.settings.batch_norm:
         return found
@@ -60,7 +60,7 @@ def find(spec: str, batch_norm: str | None = None) -> Trained:
 
 def _from_zoo(name: str) -> Trained:
     if name not in zoo():
-        raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo()) or 'nothing'}.")
+        raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo())}.")
     return _from_files(PREFIX + name, ZOO / name)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bilevel.errors import BilevelError
 from bilevel.meta.settings import Settings
 
-MINIIMAGENET = Settings(dataset="miniimagenet", rotations=False)
+MINIIMAGENET = Settings(dataset="miniimagenet")
 
 
 def _all() -> dict[str, Settings]:
@@ -15,9 +15,9 @@ def _all() -> dict[str, Settings]:
     for ways, meta_batch in ((5, 32), (20, 16)):
         for shots in (1, 5):
             name = f"omniglot-{ways}way-{shots}shot"
-            found[name] = Settings(ways=ways, shots=shots, meta_batch=meta_batch)
-            # The paper's step size lies above 2/ν at the start, so the default bounds it. This one does not.
-            found[f"{name}-paper"] = Settings(ways=ways, shots=shots, meta_batch=meta_batch, step_bound=0)
+            found[name] = Settings(rotations=True, ways=ways, shots=shots, meta_batch=meta_batch)
+            # The paper's step size comes near 2/ν or above it, so the default bounds it. This one does not.
+            found[f"{name}-paper"] = replace(found[name], step_bound=0)
     for shots, meta_batch in ((1, 4), (5, 2)):
         found[f"miniimagenet-c4l-{shots}shot"] = replace(
             MINIIMAGENET, network="c4l", shots=shots, meta_batch=meta_batch, inner_lr=0.01
@@ -26,7 +26,7 @@ def _all() -> dict[str, Settings]:
             MINIIMAGENET, network="rn", shots=shots, meta_batch=2, inner_lr=0.04
         )
     found["glyphs-5way-1shot"] = Settings(
-        dataset="glyphs", rotations=False, meta_batch=8, iterations=2000, validate_every=200, validation_episodes=200
+        dataset="glyphs", meta_batch=8, iterations=2000, validate_every=200, validation_episodes=200
     )
     return found
 

@@ -15,12 +15,12 @@ def _setting(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """The configuration of `bilevel train`; the defaults are the paper's for Omniglot, 5-way 1-shot."""
+    """The configuration of `bilevel train`; the defaults are the paper's for Omniglot, without its rotations."""
 
     dataset: str = _setting("omniglot", "A data set, or the path of a folder of class folders.")
     network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l or rn.")
     image_size: int = _setting(0, "Pixels per side that a folder's images are brought to; 0: as the data set has them.")
-    rotations: bool = _setting(True, "Whether quarter turns of a class are classes of their own.")
+    rotations: bool = _setting(False, "Whether quarter turns of a class are classes of their own.")
     ways: int = _setting(5, "Classes in an episode.")
     shots: int = _setting(1, "Support images of each class.")
     queries: int = _setting(15, "Query images of each class.")

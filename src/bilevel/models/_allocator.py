@@ -17,7 +17,7 @@ def keep_freed_memory() -> bool:
     """Tell glibc not to return freed memory to the system; whether it was told so.
 
     Activations are megabytes that live for milliseconds. By default malloc gives them back and fetches them again, page
-    by page, each time: where page faults are expensive, as in a virtual machine, that is a fifth of a hyperiteration.
+    by page, each time, which costs most where page faults are expensive, as in a virtual machine.
     Other allocators and systems are left alone, and so are settings that the user made (`MALLOC_TRIM_THRESHOLD_`,
     `GLIBC_TUNABLES`).
     """

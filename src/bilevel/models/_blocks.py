@@ -58,7 +58,7 @@ def blocks(sequence: nn.Sequential) -> nn.Sequential:
     if type(sequence) is not nn.Sequential or any(map(_has_hooks, (sequence, *sequence))):
         return sequence
     ours = Blocks()
-    for name, layer in sequence.named_children():
+    for name, layer in sequence._modules.items():  # named_children() has a layer that is used twice once
         ours.add_module(name, layer)
     return ours.train(sequence.training)
 

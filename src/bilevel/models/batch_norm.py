@@ -22,6 +22,7 @@ MEANING = {
 }
 
 Statistics = tuple[Tensor, Tensor]
+THEIRS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class BatchNorm(nn.Module):
@@ -51,16 +52,15 @@ class BatchNorm(nn.Module):
         self.register_buffer("_ones", torch.ones(channels), persistent=False)
         self.by = "own"
         self.sizes: Sequence[int] | None = None
-        self.kept: Statistics | None = None
+        self.kept: list[Statistics] = []
         self.seen: list[Statistics] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by == "kept":
-            assert self.kept is not None
-            return self._affine(x, *self.kept)
+            return self._affine(x, *self.kept.pop(0))
         if self.by == "keep":
-            self.kept = statistics(x)
-            return self._affine(x, *self.kept)
+            self.kept.append(statistics(x))
+            return self._affine(x, *self.kept[-1])
         if self.sizes is not None:
             return self.normalised(x)
         if self.seen is not None:
@@ -123,16 +123,18 @@ def using(norms: dict[str, BatchNorm], by: str, sizes: Sequence[int] | None = No
     """All layers normalise by this, set by set where sizes are given, until the end of the block."""
     for layer in norms.values():
         layer.by, layer.sizes = by, sizes
+        if by == "keep":
+            layer.kept = []
     try:
         yield
     finally:
         for layer in norms.values():
             layer.by, layer.sizes = "own", None
             if by == "kept":  # used once, and with it goes the graph it hangs on
-                layer.kept = None
+                layer.kept = []
 
 
-def converted(module: nn.Module) -> nn.Module:
+def converted(module: nn.Module, known: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
     """The module with torch's batch norms and sequences replaced by ours; parameters keep their names and values.
 
     It is changed in place, unless it is itself what is replaced.
@@ -141,10 +143,19 @@ def converted(module: nn.Module) -> nn.Module:
     >>> [name for name, _ in net.named_parameters()]
     ['0.weight', '0.bias', '1.weight', '1.bias']
     """
+    known = {} if known is None else known
+    if module not in known:
+        known[module] = _converted(module, known)
+    return known[module]
+
+
+def _converted(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _ours(module)
-    for name, child in module.named_children():
-        setattr(module, name, converted(child))
+    # Not named_children(), which leaves out the second name of a layer that has two.
+    for name, child in module._modules.items():
+        if child is not None:
+            module._modules[name] = converted(child, known)
     # Imported here because blocks are made of batch norms.
     from bilevel.models._blocks import blocks
 
@@ -152,7 +163,16 @@ def converted(module: nn.Module) -> nn.Module:
 
 
 def _ours(theirs: nn.modules.batchnorm._BatchNorm) -> BatchNorm:
+    listeners = (theirs._forward_hooks, theirs._forward_pre_hooks, theirs._backward_hooks, theirs._backward_pre_hooks)
+    if type(theirs) not in THEIRS or any(listeners):
+        raise BilevelError(
+            f"{type(theirs).__name__}, a batch norm of your own or one with hooks, cannot follow a batch norm mode. "
+            "Use torch's nn.BatchNorm2d as it is, or bilevel.models.batch_norm.BatchNorm."
+        )
     ours = BatchNorm(theirs.num_features, scale=theirs.affine, eps=theirs.eps)
+    like = theirs.weight if theirs.affine else theirs.running_mean
+    if like is not None:
+        ours.to(like)
     ours.weight, ours.bias = theirs.weight, theirs.bias
     if theirs.running_mean is not None and theirs.running_var is not None:
         ours.running_mean.copy_(theirs.running_mean)

@@ -110,7 +110,7 @@ class EpisodeSampler:
     def _check(self, wanted: NDArray[np.int64], members: list[NDArray[np.int64]]) -> None:
         available = len(members) * (4 if self.rotations else 1)
         if available < self.ways:
-            more = " or rotations=True, which makes four classes of one" if not self.rotations else ""
+            more = ", or let rotations make four classes of one" if not self.rotations else ""
             raise BilevelError(
                 f"ways={self.ways} needs {self.ways} classes and there are {available} to draw from; pass ways ≤ "
                 f"{available}{more}, or use a split with more classes."
@@ -154,7 +154,10 @@ class Episodes:
     def __post_init__(self) -> None:
         if self.rotations and self.dataset.images.shape[1] != self.dataset.images.shape[2]:
             height, width = self.dataset.images.shape[1:3]
-            raise BilevelError(f"rotations=True needs square images; these are {width}×{height}. Pass size=… to load.")
+            raise BilevelError(
+                f"Rotations need square images, and these are {width}×{height}. Bring them to one size, or leave "
+                "rotations out."
+            )
         self.sampler  # noqa: B018 - refuse here what cannot be drawn
 
     @cached_property
@@ -163,16 +166,19 @@ class Episodes:
         if not splits.get(self.split):
             filled = [name for name, chosen in splits.items() if chosen]
             raise BilevelError(f"split={self.split!r} holds no classes; pass one of {', '.join(map(repr, filled))}.")
-        return EpisodeSampler(
-            self.dataset.labels,
-            ways=self.ways,
-            shots=self.shots,
-            queries=self.queries,
-            seed=self.seed,
-            classes=tuple(splits[self.split]),
-            rotations=self.rotations,
-            names=self.dataset.classes,
-        )
+        try:
+            return EpisodeSampler(
+                self.dataset.labels,
+                ways=self.ways,
+                shots=self.shots,
+                queries=self.queries,
+                seed=self.seed,
+                classes=tuple(splits[self.split]),
+                rotations=self.rotations,
+                names=self.dataset.classes,
+            )
+        except BilevelError as error:
+            raise BilevelError(f"Episodes of the split {self.split!r}: {error}") from error
 
     def episode(self, i: int) -> Task:
         """Episode i = 0, 1, 2, …"""

@@ -66,7 +66,7 @@ class World:
         """Items 0…count − 1 in order, of which `mine` are this process's share; all are shaped like `like`.
 
         Their sum is then the same, bit for bit, for any number of processes. A sum of each process's sum would be
-        rounded differently, and Adam makes much of a small difference: 10⁻³ of λ after 20 hyperiterations.
+        rounded differently, and Adam makes much of a small difference where a gradient is nearly zero.
         """
         if self.size == 1:
             return mine  # one at a time, so that they need not all be in memory
