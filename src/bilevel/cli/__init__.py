@@ -11,13 +11,14 @@ import functools
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from bilevel import __version__, discovery
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, BilevelWarning
 
 
 def build() -> typer.Typer:
@@ -54,7 +55,15 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """The entry point."""
+    warnings.showwarning = _say
     build()()
+
+
+def _say(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """A warning for people at a terminal, who did not write the line it comes from."""
+    typer.echo(
+        f"Note: {message}" if issubclass(category, BilevelWarning) else f"{category.__name__}: {message}", err=True
+    )
 
 
 def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,10 @@ def command(
         Path | None,
         typer.Option("--data-root", metavar="DIR", help="Where the files are. BILEVEL_DATA does the same."),
     ] = None,
+    size: Annotated[
+        int | None,
+        typer.Option("--image-size", min=1, help="Bring a folder's images to so many pixels per side."),
+    ] = None,
 ) -> None:
     """List, verify, prepare or download data sets.
 
@@ -44,14 +48,14 @@ def command(
         known = ", ".join(name for name in find() if name != "folder")
         raise BilevelError(f"bilevel data {action} needs the name of a data set ({known}) or of a folder.")
     for name in names:
-        typer.echo(_do(action, name, where))
+        typer.echo(_do(action, name, where, {} if size is None else {"size": size}))
 
 
-def _do(action: str, name: str, where: Path) -> str:
+def _do(action: str, name: str, where: Path, settings: dict[str, Any]) -> str:
     from bilevel.data.base import source
     from bilevel.data.cache import Workspace, bar_of
 
-    wanted = source(name, {})
+    wanted = source(name, settings)
     if action == "download":
         return "\n".join(f"{name}: {path}" for path in wanted.fetch(where))
     if action == "verify":
