@@ -55,15 +55,14 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """The entry point."""
-    warnings.showwarning = _say
+    warnings.showwarning = _say  # type: ignore[assignment]
     build()()
 
 
 def _say(message: Warning | str, category: type[Warning], *where: Any) -> None:
     """A warning for people at a terminal, who did not write the line it comes from."""
-    typer.echo(
-        f"Note: {message}" if issubclass(category, BilevelWarning) else f"{category.__name__}: {message}", err=True
-    )
+    kind = "Note" if issubclass(category, BilevelWarning) else category.__name__
+    typer.echo(f"{kind}: {message}", err=True)
 
 
 def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..., Any]:
