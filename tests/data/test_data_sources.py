@@ -15,6 +15,7 @@ from bilevel import BilevelError, BilevelWarning
 from bilevel.data import ImageDataset, find, load
 from bilevel.data.arrays import from_arrays, from_torch
 from bilevel.data.folder import Folder
+from bilevel.data.pictures import to_shape
 from bilevel.data.splits import shuffled, split_classes
 
 
@@ -268,3 +269,11 @@ def test_any_labelled_torch_dataset():
         from_torch([])
     with pytest.raises(BilevelError, match=r"Item 1 .*\[1, 4, 5\] and item 0 \[1, 5, 5\]"):
         from_torch([(images[0], 0), (images[1, :, 1:], 1)])
+
+
+@pytest.mark.parametrize(("whole", "dark"), [(True, 5), (False, 10)])
+def test_a_wide_picture_is_filled_up_or_cut(whole, dark):
+    picture = Image.new("L", (40, 20), 200)
+    picture.paste(0, (15, 0, 25, 20))  # a dark bar in the middle
+    image = to_shape(picture, 20, 20, whole)
+    assert image.shape == (20, 20, 1) and int((image[10] < 100).sum()) == dark

@@ -97,10 +97,11 @@ def read(found: Found, shape: tuple[int, ...], ink: bool, invert: bool | None) -
         raise BilevelError(f"The model takes pictures with {channels} channels; gray (1) and colour (3) can be read.")
     mode: Mode = "L" if channels == 1 else "RGB"
     files = found.everything()
-    seen = _open(files, mode, height, width)
+    # A drawing is all of its ink. A photograph is cut to its middle, as in training on a folder of them.
+    seen = _open(files, mode, height, width, whole=ink)
     negatives = _negatives(seen) if invert is None and ink else [bool(invert)] * len(seen)
     images = np.stack([255 - one.image if swap else one.image for one, swap in zip(seen, negatives, strict=True)])
-    notes = _notes(found, seen, mode, height, width)
+    notes = _notes(found, seen, mode, height, width, whole=ink)
     if any(negatives) or ink:
         why = " because of their light borders (--no-invert: do not)" if invert is None and any(negatives) else ""
         notes.append(f"{sum(negatives)} of {len(seen)} pictures were inverted{why}.")
@@ -144,12 +145,12 @@ class _Seen:
     digest: bytes
 
 
-def _open(files: Sequence[Path], mode: Mode, height: int, width: int) -> list[_Seen]:
+def _open(files: Sequence[Path], mode: Mode, height: int, width: int, whole: bool) -> list[_Seen]:
     """The pictures at the model's size; all unreadable ones are named at once."""
     seen, wrong = [], []
     for file in files:
         try:
-            seen.append(_open_one(file, mode, height, width))
+            seen.append(_open_one(file, mode, height, width, whole))
         except BilevelError as error:
             wrong.append(str(error))
         except (OSError, ValueError) as error:
@@ -160,13 +161,13 @@ def _open(files: Sequence[Path], mode: Mode, height: int, width: int) -> list[_S
     return seen
 
 
-def _open_one(file: Path, mode: Mode, height: int, width: int) -> _Seen:
+def _open_one(file: Path, mode: Mode, height: int, width: int, whole: bool) -> _Seen:
     contents = tree.read_file(file)
     picture = open_picture(contents, printable(str(file)))
     made, kind = convert(picture, mode)
     kind = kind or ("colour" if mode == "L" and picture.mode not in ("1", "L") else "")
     light = float(np.mean(border(made) > 127))
-    return _Seen(to_shape(made, height, width), made.size, kind, light, hashlib.sha256(contents).digest())
+    return _Seen(to_shape(made, height, width, whole), made.size, kind, light, hashlib.sha256(contents).digest())
 
 
 def _negatives(seen: Sequence[_Seen]) -> list[bool]:
@@ -179,7 +180,7 @@ def _negatives(seen: Sequence[_Seen]) -> list[bool]:
     return [one.light > bound for one in seen]
 
 
-def _notes(found: Found, seen: Sequence[_Seen], mode: Mode, height: int, width: int) -> list[str]:
+def _notes(found: Found, seen: Sequence[_Seen], mode: Mode, height: int, width: int, whole: bool) -> list[str]:
     notes = []
     if found.left_out:
         notes.append(
@@ -194,8 +195,9 @@ def _notes(found: Found, seen: Sequence[_Seen], mode: Mode, height: int, width: 
     ]
     scaled = sum(one.size != (width, height) for one in seen)
     if scaled:
-        padded = sum(one.size[0] * height != one.size[1] * width for one in seen)
-        sides = f", {padded} of them filled up at the sides with their border's colour" if padded else ""
+        others = sum(one.size[0] * height != one.size[1] * width for one in seen)
+        how = "filled up at the sides with their border's colour" if whole else "cut to their middle"
+        sides = f", {others} of them {how}" if others else ""
         notes.append(f"{scaled} of {len(seen)} pictures were scaled to {width}×{height}{sides}.")
     return notes
 

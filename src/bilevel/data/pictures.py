@@ -100,9 +100,11 @@ def background(picture: Image.Image) -> tuple[int, ...]:
     return tuple(int(value) for value in np.median(border(picture), axis=0))
 
 
-def to_shape(picture: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """H×W×C with the whole picture in it: scaled as one, and what is left of the sides filled with the background."""
-    if picture.size != (width, height):
+def to_shape(picture: Image.Image, height: int, width: int, whole: bool) -> NDArray[np.uint8]:
+    """H×W×C, scaled as one: with the whole picture in it and the sides filled with the background, or its middle."""
+    if picture.size != (width, height) and not whole:
+        picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
+    elif picture.size != (width, height):
         fill = background(picture)
         color = fill[0] if len(fill) == 1 else fill
         picture = ImageOps.pad(picture, (width, height), Image.Resampling.BILINEAR, color=color)
