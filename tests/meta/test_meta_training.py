@@ -308,3 +308,17 @@ def test_a_world_of_one_shares_everything():
     assert torch.equal(world.sum(torch.ones(2)), torch.ones(2))
     with pytest.raises(BilevelError, match="mine"), world.agreed():
         raise BilevelError("mine")
+
+
+def test_a_training_can_begin_with_the_weights_of_another(data, tmp_path):
+    first = FewShotTraining(SMALL, data)
+    first.step(1)
+    first.learner.save(tmp_path / "first", {"settings": SMALL.plain()})
+    second = FewShotTraining(replace(SMALL, start=str(tmp_path / "first"), seed=1), data)
+    assert same(second.learner.lam, first.learner.lam)
+    second.step(1)
+    assert not same(second.learner.lam, first.learner.lam)
+    with pytest.raises(BilevelError, match="no trained model"):
+        FewShotTraining(replace(SMALL, start="nowhere"), data)
+    with pytest.raises(BilevelError, match="do not fit the network"):
+        FewShotTraining(replace(SMALL, start=str(tmp_path / "first"), network="c4l"), data)

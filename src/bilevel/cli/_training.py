@@ -6,12 +6,14 @@ import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
 import bilevel
 from bilevel.errors import BilevelError
+from bilevel.meta import library
 from bilevel.meta.presets import PRESETS
 from bilevel.meta.settings import FREE_ON_RESUME, Settings
 from bilevel.meta.training import FewShotTraining, duration, open_data
@@ -72,7 +74,7 @@ def _enter(
     launch = distributed.launch()
     restarted = distributed.restarted() and folder.exists() and folder.config().get("launch") == launch
     if not resume and not restarted:
-        config = {
+        config: dict[str, Any] = {
             "command": command,
             "preset": preset,
             "settings": settings.plain(),
@@ -82,6 +84,9 @@ def _enter(
             "bilevel": bilevel.__version__,
             "commit": commit(),
         }
+        if settings.start:
+            card = library.find(settings.start).card
+            config["start"] = {key: card.get(key) for key in ("command", "training", "start") if key in card}
         folder.begin({**config, "launch": launch} if launch else config)
         return
     before = folder.config()
