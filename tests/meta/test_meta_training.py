@@ -314,11 +314,11 @@ def test_a_training_can_begin_with_the_weights_of_another(data, tmp_path):
     first = FewShotTraining(SMALL, data)
     first.step(1)
     first.learner.save(tmp_path / "first", {"settings": SMALL.plain()})
-    second = FewShotTraining(replace(SMALL, start=str(tmp_path / "first"), seed=1), data)
+    second = FewShotTraining(replace(SMALL, initial=str(tmp_path / "first"), seed=1), data)
     assert same(second.learner.lam, first.learner.lam)
     second.step(1)
     assert not same(second.learner.lam, first.learner.lam)
     with pytest.raises(BilevelError, match="no trained model"):
-        FewShotTraining(replace(SMALL, start="nowhere"), data)
+        FewShotTraining(replace(SMALL, initial="nowhere"), data)
     with pytest.raises(BilevelError, match="do not fit the network"):
-        FewShotTraining(replace(SMALL, start=str(tmp_path / "first"), network="c4l"), data)
+        FewShotTraining(replace(SMALL, initial=str(tmp_path / "first"), network="c4l"), data)

@@ -77,10 +77,10 @@ def evaluate(
 
 
 def _card(found: library.Trained, fingerprint: str) -> dict[str, Any]:
-    known = ("command", "preset", "start", "training", "weights")
+    known = ("command", "preset", "initial", "training", "weights")
     return {
-        # Where the training began is told under "start"; a path would mean nothing elsewhere.
-        "settings": replace(found.settings, start="").plain(),
+        # Where the training began is told under "initial"; a path would mean nothing elsewhere.
+        "settings": replace(found.settings, initial="").plain(),
         "data": {"name": found.settings.dataset, "fingerprint": fingerprint},
         **{key: found.card[key] for key in known if key in found.card},
         "trained_at_commit": found.card.get("commit"),

@@ -84,9 +84,9 @@ def _enter(
             "bilevel": bilevel.__version__,
             "commit": commit(),
         }
-        if settings.start:
-            card = library.find(settings.start).card
-            config["start"] = {key: card.get(key) for key in ("command", "training", "start") if key in card}
+        if settings.initial:
+            card = library.find(settings.initial).card
+            config["initial"] = {key: card.get(key) for key in ("command", "training", "initial") if key in card}
         folder.begin({**config, "launch": launch} if launch else config)
         return
     before = folder.config()

@@ -31,8 +31,8 @@ def command(**options: Any) -> None:
     given = {key: value for key, value in options.items() if value is not None}
     if "dataset" in given and Path(given["dataset"]).is_dir():
         given["dataset"] = str(Path(given["dataset"]).resolve())  # so that the run can be used from anywhere
-    if "start" in given and Path(given["start"]).is_dir():
-        given["start"] = str(Path(given["start"]).resolve())
+    if "initial" in given and Path(given["initial"]).is_dir():
+        given["initial"] = str(Path(given["initial"]).resolve())
     folder = out or Path("runs") / (name or Path(given.get("dataset", "custom")).resolve().name)
     if resume and not (folder / "config.json").exists():
         raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")

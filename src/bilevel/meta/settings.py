@@ -44,7 +44,7 @@ class Settings:
     validation_episodes: int = _setting(600, "Episodes of a validation.")
     patience: int = _setting(40, "Validations without a new best after which to stop; 0: do not.")
     checkpoint_every: int = _setting(200, "Hyperiterations between checkpoints.")
-    start: str = _setting("", "Begin with the weights of this run or zoo:NAME instead of random ones.")
+    initial: str = _setting("", "Begin with the weights of this run or zoo:NAME instead of random ones.")
     seed: int = _setting(0, "Of the weights, the episodes and the split of classes.")
 
     def __post_init__(self) -> None:

@@ -98,8 +98,8 @@ class FewShotTraining:
     def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
         self.settings, self.data, self.world = settings, data, world or World()
         self.learner = new_learner(settings, data).to(self.world.device)
-        if settings.start:
-            self.learner.set_weights({**self.learner.with_running({}), **library.find(settings.start).learner.lam})
+        if settings.initial:
+            self.learner.set_weights({**self.learner.with_running({}), **library.find(settings.initial).learner.lam})
         self.train, self.val = (episodes(settings, data, split) for split in ("train", "val"))
         self.optimizer = torch.optim.Adam(self.learner.lam.values(), lr=settings.lr)
         self.mean = {name: value.clone() for name, value in self.learner.lam.items()} if settings.average else {}
