@@ -53,7 +53,8 @@ def test_every_number_of_steps_is_judged_and_the_best_once_on_test(run, monkeypa
     assert chosen == min(line["steps"] for line in found["validation"] if line["accuracy"] == best)
     assert found["test"]["steps"] == chosen and 0 < found["test"]["interval"] < 1
     assert (found["ways"], found["shots"], found["queries"], found["episodes"]) == (3, 1, 2, 6)
-    assert numbers(run, *FEW, "--queries", 1)["queries"] == 1
+    other = numbers(run, *FEW, "--ways", 4, "--shots", 2, "--queries", 1)
+    assert (other["ways"], other["shots"], other["queries"]) == (4, 2, 1)
     # The same from Python, with the weights of the best validation.
     trained = library.find(str(run))
     score = judge(trained.learner, episodes(trained.settings, load("glyphs"), "test"), 6, chosen)

@@ -14,6 +14,7 @@ import typer
 from bilevel.errors import BilevelError
 from bilevel.meta import library
 from bilevel.meta.evaluation import Score, judge
+from bilevel.meta.settings import Settings
 from bilevel.meta.training import episodes as stream
 from bilevel.meta.training import open_data
 from bilevel.models.batch_norm import MEANING
@@ -26,7 +27,7 @@ def evaluate(
     count: int,
     first: int,
     last: int,
-    queries: int | None,
+    changes: dict[str, int],
     batch_norm: str | None,
     seed: int | None,
     data_root: Path | None,
@@ -44,7 +45,7 @@ def evaluate(
             f"The images of {data.name} are not those that {spec} was trained on, so its training classes may be among "
             "those of the test. Judge it on the data it was trained on; `bilevel classify` takes any pictures."
         )
-    settings = found.settings if queries is None else replace(found.settings, queries=queries)
+    settings = replace(found.settings, **changes)  # type: ignore[arg-type]
 
     def score(split: str, steps: int) -> Score:
         with ExitStack() as stack:
@@ -71,16 +72,19 @@ def evaluate(
     if save is not None:
         found.learner.steps = chosen
         found.learner.save(
-            save, {**_card(found, data.fingerprint), "score": {k: v for k, v in result.items() if k != "model"}}
+            save,
+            {**_card(found, settings, data.fingerprint), "score": {k: v for k, v in result.items() if k != "model"}},
         )
     return result
 
 
-def _card(found: library.Trained, fingerprint: str) -> dict[str, Any]:
+def _card(found: library.Trained, judged: Settings, fingerprint: str) -> dict[str, Any]:
+    """What the weights are and how they came to be; the settings are those they were judged with."""
     known = ("command", "preset", "initial", "training", "weights")
     return {
         # Where the training began is told under "initial"; a path would mean nothing elsewhere.
-        "settings": replace(found.settings, initial="").plain(),
+        "settings": replace(judged, initial="").plain(),
+        "trained_with": {name: getattr(found.settings, name) for name in ("ways", "shots", "queries")},
         "data": {"name": found.settings.dataset, "fingerprint": fingerprint},
         **{key: found.card[key] for key in known if key in found.card},
         "trained_at_commit": found.card.get("commit"),

@@ -16,6 +16,8 @@ def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or zoo:NAME.")],
     episodes: Annotated[int, typer.Option(min=2, help="Episodes on each of the two splits.")] = 600,
     steps: Annotated[str, typer.Option(metavar="FROM-TO", help="Numbers of inner steps T to try.")] = "1-20",
+    ways: Annotated[int | None, typer.Option(min=2, help="Classes in an episode; the run's if not given.")] = None,
+    shots: Annotated[int | None, typer.Option(min=1, help="Support images of each class; the same.")] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="Queries of each class; the run's if not given.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
@@ -34,7 +36,9 @@ def command(
 
     from bilevel.cli._evaluation import evaluate, show
 
-    result = evaluate(run, episodes, first, last, queries, batch_norm, seed, data_root, threads, save)
+    given = {"ways": ways, "shots": shots, "queries": queries}
+    changes = {name: number for name, number in given.items() if number is not None}
+    result = evaluate(run, episodes, first, last, changes, batch_norm, seed, data_root, threads, save)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
