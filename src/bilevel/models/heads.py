@@ -33,7 +33,7 @@ def cross_entropy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
 
 
 def curvature(features: Tensor, ways: int) -> Tensor:
-    """The largest curvature of every episode's mean cross-entropy at zero, where it is most curved in practice.
+    """The largest curvature of every episode's mean cross-entropy at zero, where the steps begin.
 
     There every class has probability 1/ways, so the Hessian is (I − 11ᵀ/ways)/ways ⊗ ΦᵀΦ/n, and the largest eigenvalue
     of ΦᵀΦ is that of the smaller of the two Gram matrices.
