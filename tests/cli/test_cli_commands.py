@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import bilevel
 from bilevel.cli import build
-from bilevel.experiments import few_shot, ridge
+from bilevel.experiments import glyphs, ridge
 
 RUNNER = CliRunner()
 TINY = ["--set", "seeds=1", "--set", "iterations=2", "--set", "steps=10"]
@@ -79,7 +79,7 @@ def test_list_of_something_unknown():
 def test_run_prints_the_table_and_where_everything_is(tmp_path):
     done = call("run", "ridge", *TINY, "--seed", 3, "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    for text in ("43.49", "exact", "the paper leaves open", "Adam", str(tmp_path / "ridge" / "ridge.png")):
+    for text in ("43.49", "exact", "What the paper leaves open", "Adam", str(tmp_path / "ridge" / "ridge.png")):
         assert text.lower() in done.stdout.lower()
     written = json.loads((tmp_path / "ridge" / "result.json").read_text(encoding="utf-8"))
     assert written["seed"] == 3 and written["settings"]["steps"] == [10]
@@ -107,16 +107,16 @@ def tiny_demo(monkeypatch):
     names = tuple(f"class {number}" for number in range(15))
     parts = {"train": range(5), "val": range(5, 10), "test": range(10, 15)}
     data = ImageDataset("noise", noise, np.repeat(np.arange(15), 20), names, parts)
-    monkeypatch.setattr(few_shot, "load", lambda *arguments, **options: data)
+    monkeypatch.setattr(glyphs, "load", lambda *arguments, **options: data)
     monkeypatch.setattr(demo, "RIDGE", {"seeds": "1", "iterations": "2"})
     few = ("iterations", "looks", "look_episodes", "validation_episodes", "test_episodes", "meta_batch")
-    monkeypatch.setattr(demo, "FEW_SHOT", dict.fromkeys(few, "2"))
+    monkeypatch.setattr(demo, "GLYPHS", dict.fromkeys(few, "2"))
 
 
 def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, tiny_demo):
     done = call("demo", "--out", tmp_path)
     assert done.exit_code == 0, done.output
-    for picture in (tmp_path / "demo" / "ridge" / "ridge.png", tmp_path / "demo" / "few-shot" / "few-shot.png"):
+    for picture in (tmp_path / "demo" / "ridge" / "ridge.png", tmp_path / "demo" / "glyphs" / "glyphs.png"):
         assert str(picture) in done.stdout and picture.exists()
     assert [file.name for file in tmp_path.iterdir()] == ["demo"]
     for text in ("11.35", "learned with Reverse", "learned with FirstOrder", "raw pixels", "Batch norm: episode"):
@@ -126,14 +126,14 @@ def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, tiny_demo):
 
 
 def test_ctrl_c_in_the_demo_keeps_what_is_complete(tmp_path, tiny_demo, monkeypatch):
-    earlier = tmp_path / "demo" / "few-shot" / "result.json"
+    earlier = tmp_path / "demo" / "glyphs" / "result.json"
     earlier.parent.mkdir(parents=True)
     earlier.write_text("from another day")
 
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(few_shot, "learn", interrupted)
+    monkeypatch.setattr(glyphs, "learn", interrupted)
     stopped = call("demo", "--out", tmp_path)
     assert stopped.exit_code == 130 and "Interrupted" in stopped.stderr and "Traceback" not in stopped.output
     assert str(tmp_path / "demo" / "ridge") in stopped.stderr

@@ -154,6 +154,7 @@ def test_senseless_settings_are_refused(tmp_path, key, value):
 def test_a_row_that_the_paper_does_not_have(tmp_path):
     result, record = reproduce("ridge", {"seeds": "1", "iterations": "2", "steps": "20"}, out=tmp_path, progress=False)
     assert (
-        result.table.rows[0][:3] == ("20", "validation", "") and result.table.rows[0][-1] == "the paper has no such row"
+        result.tables[0].rows[0][:3] == ("20", "validation", "")
+        and result.tables[0].rows[0][-1] == "the paper has no such row"
     )
     assert record.command == "bilevel run ridge --set seeds=1 --set iterations=2 --set steps=20"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from bilevel.experiments.base import Result, Table
+from bilevel.experiments.base import CHOSEN, Result, Table
 from bilevel.experiments.records import Record
 
 if TYPE_CHECKING:
@@ -18,10 +18,12 @@ def show(result: Result, record: Record) -> None:
 
     # A pipe or a log file has no width of its own, and rich would fold the table to 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(as_rich(result.table))
+    for table in result.tables:
+        console.print(as_rich(table))
     for note in result.notes:
         console.print(note, markup=False)
-    console.print("\nThe paper leaves open, and this run chose:")
+    if result.choices:
+        console.print(f"\n{CHOSEN}:")
     for name, text in result.choices.items():
         console.print(f"  {name}: {text}", markup=False)
     assert record.folder is not None

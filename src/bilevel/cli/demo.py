@@ -12,7 +12,7 @@ from bilevel.experiments.base import reproduce
 
 # Enough data sets for a spread and enough hyperiterations for the paper's shape, in half a minute.
 RIDGE = {"seeds": "5", "iterations": "150"}
-FEW_SHOT: dict[str, str] = {}
+GLYPHS: dict[str, str] = {}
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
         "on the network.\nAbout two minutes, and half a minute more the first time, when the characters are drawn.\n"
     )
     try:
-        show(*reproduce("few-shot", FEW_SHOT, out=folder))
+        show(*reproduce("glyphs", GLYPHS, out=folder))
     except KeyboardInterrupt:
         typer.echo(
             f"Interrupted. The first part is complete in {folder / 'ridge'}; nothing else was written.", err=True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bilevel.cli._output import show
+from bilevel.cli.train import DATA_ROOT
 from bilevel.experiments.base import reproduce
 from bilevel.experiments.overrides import pairs
 
@@ -25,11 +27,14 @@ def command(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="S", help="Short for --set seed=S.")] = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The results go to DIR/NAME/.")] = Path("results"),
+    data_root: DATA_ROOT = None,
 ) -> None:
     """Reproduce a table or figure of the paper.
 
     Its numbers, its table beside the paper's numbers, and its pictures are written to DIR/NAME/.
     """
+    if data_root is not None:
+        os.environ["BILEVEL_DATA"] = str(data_root)
     overrides = pairs(change or [])
     if seed is not None:
         overrides["seed"] = str(seed)

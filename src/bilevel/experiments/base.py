@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from bilevel.outer_loop import Solution
 
 
+CHOSEN = "What the paper leaves open or does otherwise, and this run chose"
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of ready text under named columns, with the paper's numbers and ours side by side.
@@ -56,16 +59,20 @@ class Result:
         numbers: everything measured, as plain lists, dicts and numbers; a function of the settings alone, times do not
             belong here.
         choices: what the paper leaves open and what was chosen, by name.
-        table: the numbers beside the paper's.
+        tables: the numbers beside the paper's.
         pictures: names of the files saved in `out`.
-        notes: sentences that a reader of the table needs.
+        notes: sentences that a reader of the tables needs.
+        data: the data sets by name, each with its description and fingerprint; generated data need none.
+        runs: folders of the trainings that the numbers come from, relative to the result's own; see `kept`.
     """
 
     numbers: Mapping[str, Any]
     choices: Mapping[str, str]
-    table: Table
+    tables: Sequence[Table]
     pictures: Sequence[str] = ()
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
+    runs: Sequence[str] = ()
 
 
 def reproduce(
@@ -105,9 +112,11 @@ def reproduce(
             seed=values.get("seed"),
             choices=result.choices,
             numbers=result.numbers,
-            table={"columns": result.table.columns, "rows": result.table.rows},
+            tables=[asdict(table) for table in result.tables],
             pictures=result.pictures,
             notes=result.notes,
+            data=result.data,
+            runs=result.runs,
             minutes=minutes,
             machine=machine(),
         )
@@ -115,6 +124,11 @@ def reproduce(
         (scratch / "result.json").write_text(record.json(), encoding="utf-8")
         folder_written = publish()
     return result, record.at(folder_written)
+
+
+def kept(out: Path) -> Path:
+    """Where an experiment keeps its trainings, beside the files it publishes: they go on where they were killed."""
+    return out.parent / "runs"
 
 
 def finished(solution: Solution) -> Solution:
@@ -151,6 +165,19 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
+def single_precision() -> Iterator[None]:
+    """Networks are built in float32 inside the block, as the pictures of episodes are, whatever the default is."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str], None]]:
     """A bar that moves by one at each call, with a word on what is being done; silent where nobody is looking."""
     if not (sys.stderr.isatty() if show is None else show):
@@ -171,14 +198,15 @@ def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str
 
 
 def _page(result: Result, record: Record) -> str:
+    title = f"# {record.summary}\n\n{record.paper}"
+    tables = "\n".join(f"## {table.title}\n\n{table.markdown()}\n" for table in result.tables)
+    notes = "\n".join(f"{note}\n" for note in result.notes)
+    pictures = "\n".join(f"![{record.summary}]({picture})" for picture in result.pictures)
     choices = "\n".join(f"- **{name}**: {text}" for name, text in result.choices.items())
-    pictures = "\n".join(f"![{result.table.title}]({picture})" for picture in result.pictures)
-    notes = "".join(f"\n{note}\n" for note in result.notes)
+    data = "".join(f"Data: {name}, {text}.\n\n" for name, text in result.data.items())
     where = (
         f"`{record.command}`, {record.minutes:.2f} minutes on {record.machine['cpu']} ({record.machine['cores']} "
-        f"cores), torch {record.machine['torch']}"
+        f"cores), torch {record.machine['torch']}."
     )
-    return (
-        f"# {result.table.title}\n\n{result.table.markdown()}\n{notes}\n{pictures}\n\nThe paper leaves open, and this "
-        f"run chose:\n\n{choices}\n\n{where}.\n"
-    )
+    chosen = f"{CHOSEN}:\n\n{choices}" if choices else ""
+    return "\n\n".join(part.strip() for part in (title, tables, notes, pictures, chosen, data + where) if part) + "\n"

@@ -144,7 +144,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     return Result(
         numbers,
         _choices(s),
-        _table(numbers),
+        [_table(numbers)],
         ("figure-1.png",),
         ("The paper's figure is a cartoon without numbers; this one is computed.",),
     )

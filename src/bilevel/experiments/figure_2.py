@@ -129,7 +129,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         "The paper's figure is a cartoon without numbers; this one is computed. The gap holds for every λ tried, see "
         "result.json.",
     )
-    return Result(numbers, _choices(s), _table(s, numbers), ("figure-2.png",), notes)
+    return Result(numbers, _choices(s), [_table(s, numbers)], ("figure-2.png",), notes)
 
 
 def _limits(task: bl.Task, penalty: float, s: Settings) -> dict[str, float]:

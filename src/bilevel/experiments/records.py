@@ -32,9 +32,11 @@ class Record:
     seed: int | None
     choices: Mapping[str, str]
     numbers: Mapping[str, Any]
-    table: Mapping[str, Any]
+    tables: Sequence[Mapping[str, Any]]
     pictures: Sequence[str]
     notes: Sequence[str]
+    data: Mapping[str, str]
+    runs: Sequence[str]
     minutes: float
     machine: Mapping[str, Any]
     finished: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))

@@ -8,8 +8,7 @@ Both are then judged on characters of scripts that neither has seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
-from bilevel.experiments._few_shot_picture import Curves, Shown, draw, readable
-from bilevel.experiments.base import Result, Table, counter, one_thread, require
+from bilevel.experiments._glyphs_picture import Curves, Shown, draw, readable
+from bilevel.experiments.base import Result, Table, counter, one_thread, require, single_precision
 from bilevel.meta.evaluation import GROUP, Score, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings as Training
@@ -112,7 +111,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     _check(settings)
     with single_precision(), one_thread():
         data = load("glyphs", progress=progress)  # draws a bar of its own the first time
-        with counter("few-shot", _work(settings), progress) as begin:
+        with counter("glyphs", _work(settings), progress) as begin:
             curves: dict[str, list[float]] = {}
             judged: dict[str, Judged] = {}
             for method in METHODS:
@@ -124,13 +123,13 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     seen = [round(settings.iterations * i / settings.looks) for i in range(settings.looks + 1)]
     numbers = _numbers(judged, seen, curves, shown)
     draw(
-        out / "few-shot.png",
+        out / "glyphs.png",
         shown,
         Curves(seen, {NAMES[method]: values for method, values in curves.items()}),
         {NAMES[name]: numbers["accuracy"][name] for name in judged},
         f"{settings.ways}-way {settings.shots}-shot",
     )
-    return Result(numbers, _choices(settings), _table(settings, judged), ("few-shot.png",), _notes(settings, numbers))
+    return Result(numbers, _choices(settings), [_table(settings, judged)], ("glyphs.png",), _notes(settings, numbers))
 
 
 def learn(settings: Settings, data: ImageDataset, method: str, begin: Begin) -> tuple[HyperRepresentation, list[float]]:
@@ -198,17 +197,6 @@ def show(settings: Settings, data: ImageDataset, judged: Judged) -> Shown:
         queries[:, 0].unflatten(0, (settings.ways, settings.test_queries)).numpy(),
         predicted.view(settings.ways, -1).tolist(),
     )
-
-
-@contextmanager
-def single_precision() -> Iterator[None]:
-    """Networks are built in float32 inside the block, as the pictures of episodes are, whatever the default is."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _training(s: Settings, method: str) -> Training:

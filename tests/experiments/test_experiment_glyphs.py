@@ -10,7 +10,7 @@ import torch
 
 from bilevel import BilevelError
 from bilevel.data import _scripts, load
-from bilevel.experiments import _few_shot_picture, few_shot
+from bilevel.experiments import _glyphs_picture, glyphs
 from bilevel.experiments._plotting import RED
 from bilevel.experiments.base import reproduce
 
@@ -37,7 +37,7 @@ def few_scripts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    return reproduce("few-shot", SHORT, out=tmp_path_factory.mktemp("results"), progress=False)
+    return reproduce("glyphs", SHORT, out=tmp_path_factory.mktemp("results"), progress=False)
 
 
 def test_a_learned_representation_beats_raw_pixels_on_unseen_scripts(short):
@@ -66,12 +66,12 @@ def test_the_difference_is_that_of_the_rows_and_pairing_narrows_it(short):
 
 def test_what_is_written(short):
     result, record = short
-    assert {file.name for file in record.folder.iterdir()} == {"result.json", "few-shot.png", "table.md"}
+    assert {file.name for file in record.folder.iterdir()} == {"result.json", "glyphs.png", "table.md"}
     written = json.loads((record.folder / "result.json").read_text(encoding="utf-8"))
     assert "not in the paper" in written["paper"] and any("no table of the paper" in note for note in written["notes"])
     assert any("Batch norm: episode" in note and "transductive" in note for note in written["notes"])
-    assert [row[0] for row in result.table.rows] == list(few_shot.NAMES.values())
-    for name, row in zip(few_shot.NAMES, result.table.rows, strict=True):
+    assert [row[0] for row in result.tables[0].rows] == list(glyphs.NAMES.values())
+    for name, row in zip(glyphs.NAMES, result.tables[0].rows, strict=True):
         found = written["numbers"]["accuracy"][name]
         assert row[1] == str(found["steps"]) and row[4:] == (
             f"{100 * found['accuracy']:.2f}",
@@ -82,33 +82,33 @@ def test_what_is_written(short):
 
 
 def test_the_picture_shows_something_everywhere(short):
-    image = matplotlib.image.imread(short[1].folder / "few-shot.png")[..., :3]
+    image = matplotlib.image.imread(short[1].folder / "glyphs.png")[..., :3]
     assert image.shape[0] > 600 and image.shape[1] > 1500
     for part in (quarter for half in np.array_split(image, 2) for quarter in np.array_split(half, 4, axis=1)):
         assert part.std() > 0.05
 
 
 def test_quick(tmp_path):
-    assert len(few_shot.QUICK) > 3 and few_shot.QUICK["iterations"] <= 100
-    result, record = reproduce("few-shot", {"iterations": "10"}, quick=True, out=tmp_path, progress=False)
-    assert record.command == "bilevel run few-shot --quick --set iterations=10"
-    assert len(result.table.rows) == 4 and (tmp_path / "few-shot" / "few-shot.png").exists()
+    assert len(glyphs.QUICK) > 3 and glyphs.QUICK["iterations"] <= 100
+    result, record = reproduce("glyphs", {"iterations": "10"}, quick=True, out=tmp_path, progress=False)
+    assert record.command == "bilevel run glyphs --quick --set iterations=10"
+    assert len(result.tables[0].rows) == 4 and (tmp_path / "glyphs" / "glyphs.png").exists()
 
 
 def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
     runs = []
     for seed, dtype in (("0", torch.float64), ("0", torch.float32), ("1", torch.float64)):
         torch.set_default_dtype(dtype)
-        runs.append(reproduce("few-shot", TINY | {"seed": seed}, out=tmp_path, progress=False)[0].numbers)
+        runs.append(reproduce("glyphs", TINY | {"seed": seed}, out=tmp_path, progress=False)[0].numbers)
         assert torch.get_default_dtype() == dtype
     assert runs[0] == runs[1] and runs[0] != runs[2]
 
 
 def test_raw_pixels_are_logistic_regression_on_pixels(few_scripts):
-    settings = few_shot.Settings()
-    with few_shot.single_precision():
-        learner = few_shot._pixels(settings, few_scripts)
-        episodes = few_shot.episodes(few_shot._training(settings, "reverse"), few_scripts, "test").batch([3])
+    settings = glyphs.Settings()
+    with glyphs.single_precision():
+        learner = glyphs._pixels(settings, few_scripts)
+        episodes = glyphs.episodes(glyphs._training(settings, "reverse"), few_scripts, "test").batch([3])
         learner.inner_lr = 0.2
         found = learner.accuracies(episodes, 6)[0]
     (x, y), (queries, answers) = (
@@ -123,47 +123,47 @@ def test_raw_pixels_are_logistic_regression_on_pixels(few_scripts):
 
 
 def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
-    settings = replace(few_shot.Settings(), validation_episodes=10, test_episodes=2)
+    settings = replace(glyphs.Settings(), validation_episodes=10, test_episodes=2)
     calls = []
-    with few_shot.single_precision():
-        learner = few_shot._pixels(settings, few_scripts)
+    with glyphs.single_precision():
+        learner = glyphs._pixels(settings, few_scripts)
         found = {
-            size: few_shot.judge_one(settings, few_scripts, "x", learner, (size,), calls.append)
+            size: glyphs.judge_one(settings, few_scripts, "x", learner, (size,), calls.append)
             for size in (0.001, 0.1, 3.0)
         }
-        both = few_shot.judge_one(settings, few_scripts, "x", learner, (0.001, 0.1, 3.0), calls.append)
+        both = glyphs.judge_one(settings, few_scripts, "x", learner, (0.001, 0.1, 3.0), calls.append)
     best = max(found, key=lambda size: max(found[size].validation.means))
     assert learner.inner_lr == best == 0.1 and both.steps == found[best].steps
     assert both.test == found[best].test
 
 
 def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts):
-    settings = replace(few_shot.Settings(), validation_episodes=2, test_episodes=2)
-    with few_shot.single_precision():
-        learner = few_shot.new_learner(few_shot._training(settings, "reverse"), few_scripts)
-        judged = few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
-        shown = few_shot.show(settings, few_scripts, judged)
+    settings = replace(glyphs.Settings(), validation_episodes=2, test_episodes=2)
+    with glyphs.single_precision():
+        learner = glyphs.new_learner(glyphs._training(settings, "reverse"), few_scripts)
+        judged = glyphs.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
+        shown = glyphs.show(settings, few_scripts, judged)
     assert shown.right / shown.queries == float(judged.per_episode[shown.number]) < 1 and shown.queries == 50
     assert (judged.per_episode[: shown.number] == 1).all()
     assert all(name.startswith("hebrew ") for name in shown.classes) and len(set(shown.classes)) == 5
 
 
 def test_without_a_mistake_the_first_episode_is_shown(few_scripts):
-    settings = few_shot.Settings()
-    with few_shot.single_precision():
-        learner = few_shot._untrained(settings, few_scripts)
-        judged = few_shot.Judged(learner, 1, None, None, torch.ones(3))
-        assert few_shot.show(settings, few_scripts, judged).number == 0
+    settings = glyphs.Settings()
+    with glyphs.single_precision():
+        learner = glyphs._untrained(settings, few_scripts)
+        judged = glyphs.Judged(learner, 1, None, None, torch.ones(3))
+        assert glyphs.show(settings, few_scripts, judged).number == 0
 
 
 def test_a_wrong_answer_can_be_seen(tmp_path):
     def red(last):
         # More queries than there is room for, and the last one is the one in question.
         predicted = [[0] * 9, [1] * 8 + [last]]
-        shown = _few_shot_picture.Shown(3, ["a", "b"], np.zeros((2, 1, 28, 28)), np.zeros((2, 9, 28, 28)), predicted)
-        accuracy = {name: {"accuracy": 0.5, "interval": 0.1, "validation": 0.4} for name in few_shot.NAMES}
-        curves = _few_shot_picture.Curves([0, 1], {"reverse": [0.2, 0.3]})
-        _few_shot_picture.draw(tmp_path / "x.png", shown, curves, accuracy, "2-way 1-shot")
+        shown = _glyphs_picture.Shown(3, ["a", "b"], np.zeros((2, 1, 28, 28)), np.zeros((2, 9, 28, 28)), predicted)
+        accuracy = {name: {"accuracy": 0.5, "interval": 0.1, "validation": 0.4} for name in glyphs.NAMES}
+        curves = _glyphs_picture.Curves([0, 1], {"reverse": [0.2, 0.3]})
+        _glyphs_picture.draw(tmp_path / "x.png", shown, curves, accuracy, "2-way 1-shot")
         colour = np.array([int(RED[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         return int((np.abs(matplotlib.image.imread(tmp_path / "x.png")[..., :3] - colour).max(-1) < 0.02).sum())
 
@@ -172,15 +172,15 @@ def test_a_wrong_answer_can_be_seen(tmp_path):
 
 def test_the_bar_ends_where_it_should(few_scripts):
     settings = replace(
-        few_shot.Settings(), iterations=1, looks=1, look_episodes=2, validation_episodes=21, test_episodes=40
+        glyphs.Settings(), iterations=1, looks=1, look_episodes=2, validation_episodes=21, test_episodes=40
     )
     calls = []
-    with few_shot.single_precision():
-        few_shot.learn(settings, few_scripts, "reverse", calls.append)
-        learner = few_shot._pixels(settings, few_scripts)
-        few_shot.judge_one(settings, few_scripts, "x", learner, settings.step_sizes, calls.append)
-        few_shot.judge_one(settings, few_scripts, "x", learner, (0.1,), calls.append)
-    assert 2 * len(calls) == few_shot._work(settings)
+    with glyphs.single_precision():
+        glyphs.learn(settings, few_scripts, "reverse", calls.append)
+        learner = glyphs._pixels(settings, few_scripts)
+        glyphs.judge_one(settings, few_scripts, "x", learner, settings.step_sizes, calls.append)
+        glyphs.judge_one(settings, few_scripts, "x", learner, (0.1,), calls.append)
+    assert 2 * len(calls) == glyphs._work(settings)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_the_bar_ends_where_it_should(few_scripts):
     ],
 )
 def test_senseless_settings_are_refused_before_any_work(tmp_path, monkeypatch, key, value):
-    monkeypatch.setattr(few_shot, "load", lambda *arguments, **options: pytest.fail("the run began"))
+    monkeypatch.setattr(glyphs, "load", lambda *arguments, **options: pytest.fail("the run began"))
     with pytest.raises(BilevelError, match=key.replace("outer_lr", "lr") + "="):
-        reproduce("few-shot", {key: value}, out=tmp_path, progress=False)
+        reproduce("glyphs", {key: value}, out=tmp_path, progress=False)
     assert list(tmp_path.iterdir()) == []
