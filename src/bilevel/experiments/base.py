@@ -64,6 +64,7 @@ class Result:
         notes: sentences that a reader of the tables needs.
         data: the data sets by name, each with its description and fingerprint; generated data need none.
         runs: folders of the trainings that the numbers come from, relative to the result's own; see `kept`.
+        times: measured seconds, and what is computed from them; they differ from run to run.
     """
 
     numbers: Mapping[str, Any]
@@ -73,6 +74,7 @@ class Result:
     notes: Sequence[str] = ()
     data: Mapping[str, str] = field(default_factory=dict)
     runs: Sequence[str] = ()
+    times: Mapping[str, Any] = field(default_factory=dict)
 
 
 def reproduce(
@@ -117,6 +119,7 @@ def reproduce(
             notes=result.notes,
             data=result.data,
             runs=result.runs,
+            times=result.times,
             minutes=minutes,
             machine=machine(),
         )

@@ -37,6 +37,7 @@ class Record:
     notes: Sequence[str]
     data: Mapping[str, str]
     runs: Sequence[str]
+    times: Mapping[str, Any]
     minutes: float
     machine: Mapping[str, Any]
     finished: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
