@@ -1,0 +1,113 @@
+"""The numbers of `representation` as tables beside the paper's claims, and the sentences that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from bilevel.experiments._class_names import KIN
+from bilevel.experiments.base import Table
+
+NAMES = {"learned": "learned", "untrained": "untrained network", "pixels": "raw pixels"}
+PRINTED = {"nearest": "two breeds of dog", "farthest": "dissimilar classes"}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The mean over episodes and the half-width of its 95 % interval."""
+    return {"mean": fmean(values), "interval": 1.96 * stdev(values) / len(values) ** 0.5}
+
+
+def tables(numbers: Mapping[str, Any], map_ways: int, episodes: int) -> list[Table]:
+    """The pairs, the distances and, where two classes can be kin, how often near pairs are."""
+    related = [_kin(numbers, episodes)] if any(one["kin"] for one in numbers.values()) else []
+    return [_pairs(numbers), _separation(numbers, map_ways, episodes), *related]
+
+
+def _pairs(numbers: Mapping[str, Any]) -> Table:
+    rows = [
+        (
+            name,
+            str(pair["draw"] + 1),
+            which,
+            PRINTED[which],
+            " – ".join(pair["classes"]),
+            _difference(which, pair, one["data"]),
+            f"{pair['distance']:.2f}",
+            f"{pair['median']:.2f}",
+            "the paper shows one draw of MiniImagenet and prints no distance"
+            + ("" if one["data"] == "miniimagenet" else f"; these are images of {one['data']}"),
+        )
+        for name, one in numbers.items()
+        for draw in one["pairs"]
+        for which, pair in draw.items()
+    ]
+    return Table(
+        "Nearest and farthest pair of a meta-training and a meta-test episode",
+        ("model", "draw", "pair", "paper", "ours", "difference", "distance", "median of all pairs", "why"),
+        rows,
+        prose=("paper", "difference", "why"),
+    )
+
+
+def _difference(which: str, pair: Mapping[str, Any], data: str) -> str:
+    if data != "miniimagenet":
+        return "other data"
+    if pair["kin"]:
+        return "none: two dogs" if which == "nearest" else "two dogs"
+    return "not two dogs" if which == "nearest" else "none: not two dogs"
+
+
+def _separation(numbers: Mapping[str, Any], ways: int, episodes: int) -> Table:
+    rows = [
+        (
+            name,
+            NAMES[kind],
+            f"{found['ratio']['mean']:.2f} ± {found['ratio']['interval']:.2f}",
+            _percent(found["neighbours"]),
+        )
+        for name, one in numbers.items()
+        for kind, found in one["separation"].items()
+    ]
+    return Table(
+        f"{ways} unseen classes, mean of {episodes} episodes ± 95 %",
+        ("model", "features", "distance between / within classes", "nearest image of the same class (per cent)"),
+        rows,
+    )
+
+
+def _kin(numbers: Mapping[str, Any], episodes: int) -> Table:
+    rows = [
+        (
+            name,
+            KIN[one["data"]],
+            NAMES[kind],
+            *(_percent(found[which]) for which in ("nearest", "farthest", "any")),
+        )
+        for name, one in numbers.items()
+        for kind, found in (one["kin"] or {}).items()
+    ]
+    return Table(
+        f"Meta-test images that are kin to an image of a meta-training episode, per cent, {episodes} draws ± 95 %",
+        ("model", "kin", "features", "to the nearest", "to the farthest", "to any"),
+        rows,
+    )
+
+
+def _percent(share: Mapping[str, float]) -> str:
+    return f"{100 * share['mean']:.1f} ± {100 * share['interval']:.1f}"
+
+
+def notes(numbers: Mapping[str, Any], ways: int) -> tuple[str, ...]:
+    found = [
+        f"{name}: batch norm {one['batch_norm']['mode']}, {one['batch_norm']['meaning']}; {one['features']} features."
+        for name, one in numbers.items()
+    ]
+    return (
+        *found,
+        "Distances depend on the scale of the features, so only their ratio can be compared from row to row. A "
+        f"neighbour is looked for among all other images of the {ways} classes; chance is about {100 / ways:.0f} per "
+        "cent.",
+        "The map is t-SNE's: who is near whom means something in it, while the sizes of clusters and the distances "
+        "between them do not. It shows the first of the measured episodes, and its headings give that one's numbers.",
+    )
