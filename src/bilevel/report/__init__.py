@@ -1,0 +1,5 @@
+"""One self-contained HTML page about results and trainings: tables, curves, episodes, filters, certificates.
+
+`write` is the whole of it. What a page shows is found by `read`, drawn by `curves`, `pictures` and `models`, and put
+into the files of `templates/` by `page`. Nothing on the page is fetched from anywhere when it is viewed.
+"""

@@ -1,0 +1,177 @@
+"""Curves of trainings: the series of a run, thinned out, and the figures that plotly draws of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from bilevel.report.read import FoundRun
+
+# Points of a curve on the page. More cannot be told apart on a screen, and would make the file large.
+MOST = 500
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+COLOURS = 8  # in style.css; the next run takes the next dash
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Numbers of one run over hyperiterations and over minutes; NaN where there is none."""
+
+    iterations: Array
+    minutes: Array
+    values: Array
+    interval: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What a run recorded: the outer loss and the speed, and the accuracy on meta-validation."""
+
+    loss: Series
+    speed: Series
+    accuracy: Series
+
+    @property
+    def empty(self) -> bool:
+        return not (len(self.loss) or len(self.accuracy))
+
+
+def curves(run: FoundRun) -> Curves:
+    looks = [line for line in run.metrics if "score" in line]
+    steps = [line for line in run.metrics if "loss" in line]
+    clock = _clock(looks, steps, run.settings)
+    when = _numbers(looks, "iteration")
+    accuracy = Series(when, _numbers(looks, "minutes"), _numbers(looks, "score"), _numbers(looks, "interval"))
+    at = _numbers(steps, "iteration")
+    loss, speed = (Series(at, clock, _numbers(steps, name)) for name in ("loss", "images_per_second"))
+    return Curves(_thinned(loss), _thinned(speed), _picked(accuracy))
+
+
+def _clock(looks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Array:
+    """The minutes of the loss records, which carry none.
+
+    Between two validations they are interpolated; after the last one they follow from the speed and the number of
+    images in a hyperiteration.
+    """
+    known = [(line["iteration"], line["minutes"]) for line in looks if "minutes" in line]
+    if not known:
+        return np.full(len(steps), math.nan)
+    last, minutes = known[-1]
+    found = np.interp(_numbers(steps, "iteration"), *(np.array(part, float) for part in zip(*known, strict=True)))
+    sizes = [settings.get(name) for name in ("meta_batch", "ways", "shots", "queries")]
+    images = sizes[0] * sizes[1] * (sizes[2] + sizes[3]) if all(type(size) is int for size in sizes) else math.nan  # type: ignore[operator]
+    for i, line in enumerate(steps):
+        if line["iteration"] > last:
+            speed = line.get("images_per_second", math.nan)
+            minutes += (line["iteration"] - last) * images / speed / 60 if speed else math.nan
+            last, found[i] = line["iteration"], minutes
+    return found
+
+
+def _numbers(lines: Sequence[dict[str, Any]], name: str) -> Array:
+    return np.array([line.get(name, math.nan) for line in lines], dtype=float)
+
+
+def _thinned(series: Series) -> Series:
+    """Means of neighbouring records, which are means over hyperiterations themselves."""
+    count = math.ceil(len(series) / MOST)
+    if count <= 1:
+        return series
+    edges = range(0, len(series), count)
+
+    def means(values: Array) -> Array:
+        return np.array([values[i : i + count].mean() for i in edges])
+
+    return Series(means(series.iterations).round(), means(series.minutes), means(series.values))
+
+
+def _picked(series: Series) -> Series:
+    """Some of the validations as they are, with the first, the best and the last."""
+    if len(series) <= MOST:
+        return series
+    best = int(np.nanargmax(series.values)) if np.isfinite(series.values).any() else 0
+    rows = np.unique([*np.linspace(0, len(series) - 1, MOST).astype(int), best])
+    assert series.interval is not None
+    return Series(series.iterations[rows], series.minutes[rows], series.values[rows], series.interval[rows])
+
+
+def figures(named: Sequence[tuple[str, Curves]]) -> dict[str, Any]:
+    """Three figures of plotly as JSON: loss, accuracy with its 95 % band, and images per second.
+
+    A trace's `meta` says which run it belongs to and holds both of its x axes, between which the page switches.
+    """
+    import plotly.graph_objects as go
+
+    drawn = {"loss": go.Figure(), "accuracy": go.Figure(), "speed": go.Figure()}
+    for number, (name, found) in enumerate(named):
+        dash = DASHES[number // COLOURS % len(DASHES)]
+        for kind, figure in drawn.items():
+            series: Series = getattr(found, kind)
+            if not np.isfinite(series.values).any():
+                continue
+            factor = 100 if kind == "accuracy" else 1
+            if kind == "accuracy" and series.interval is not None:
+                figure.add_trace(_band(go, series, number))
+            unit = {"loss": ".4f", "accuracy": ".2f", "speed": ",.0f"}[kind]
+            spread = [f" ± {100 * x:.2f}" if math.isfinite(x) else "" for x in _of(series.interval, len(series))]
+            figure.add_trace(
+                go.Scatter(
+                    x=_plain(series.iterations),
+                    y=_plain(factor * series.values),
+                    customdata=spread if kind == "accuracy" else None,
+                    name=_text(name),
+                    mode="lines+markers" if len(series) < 60 else "lines",
+                    marker={"size": 5, "symbol": number % 8},
+                    line={"dash": dash, "width": 2},
+                    hovertemplate=f"%{{y:{unit}}}" + ("%{customdata} %" if kind == "accuracy" else ""),
+                    meta={"run": number, "part": "line", **_axes(series)},
+                )
+            )
+    return {kind: json.loads(figure.to_json())["data"] for kind, figure in drawn.items()}
+
+
+def _band(go: Any, series: Series, number: int) -> Any:
+    """The interval as one closed shape, up along one side and back along the other."""
+    width = np.nan_to_num(_of(series.interval, len(series)))
+    forth, back = 100 * (series.values + width), 100 * (series.values - width)
+    axes = {name: values + values[::-1] for name, values in _axes(series).items()}
+    return go.Scatter(
+        x=axes["iterations"],
+        y=_plain(forth) + _plain(back)[::-1],
+        fill="toself",
+        mode="lines",
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        meta={"run": number, "part": "band", **axes},
+    )
+
+
+def _of(values: Array | None, length: int) -> Array:
+    return values if values is not None else np.full(length, math.nan)
+
+
+def _axes(series: Series) -> dict[str, list[float | None]]:
+    return {"iterations": _plain(series.iterations), "minutes": _plain(series.minutes)}
+
+
+def _plain(values: Array) -> list[float | None]:
+    """Numbers for JSON, rounded to what can be seen; what is not finite becomes a gap."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _text(name: str) -> str:
+    """A name as plotly shows it; it reads tags and entities in names, and would follow them."""
+    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,321 @@
+"""The page: what was found, in the templates' words, as one file."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import bilevel
+from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.meta.settings import Settings
+from bilevel.models.batch_norm import MEANING
+from bilevel.report import pictures
+from bilevel.report.curves import Curves, curves, figures
+from bilevel.report.models import Model, Reader, verdict
+from bilevel.report.read import Found, FoundResult, FoundRun, gather
+from bilevel.training.files import write_bytes
+
+TEMPLATES = Path(__file__).parent / "templates"
+HELP = {f.name: f.metadata["help"] for f in fields(Settings)}
+NUMBER = re.compile(r"^[≤≥<>~]?\s*[+−-]?\d[\d.,]*(e[+-]?\d+)?\s*%?(\s*(±|\[|\().*)?$")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    path: Path
+    bytes: int
+    results: int
+    runs: int
+    warnings: list[str]
+
+
+def write(
+    specs: Sequence[str | Path] = (),
+    out: Path | str = "report.html",
+    *,
+    episodes: int = 3,
+    data_root: Path | None = None,
+    title: str = "",
+    progress: bool | None = None,
+) -> Report:
+    """Write the page about results and runs to one file that needs no other.
+
+    Args:
+        specs: results, runs, folders of them, `zoo:NAME`; everything in `results/` and `runs/` if there are none.
+        out: the file; replaced as a whole if it exists.
+        episodes: meta-test episodes of each model; with 0 no data set is opened.
+        data_root: where the data are; by default the environment variable BILEVEL_DATA, else a user folder.
+        title: the page's heading.
+        progress: show a bar; None shows one on a terminal.
+
+    Warns:
+        BilevelWarning: for every file that cannot be read; the page is written without it and says so too.
+    """
+    if episodes < 0:
+        raise BilevelError(f"episodes={episodes} is less than none; pass 0 to leave them out.")
+    path = Path(out)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise BilevelError(f"{path} cannot be written: pass a file in a folder that exists, with --out FILE.")
+    found = gather(specs)
+    models = _models(found, Reader(episodes, data_root), progress)
+    content = render(found, models, title or "Results and trainings").encode()
+    write_bytes(path, content)
+    for sentence in found.warnings:
+        warnings.warn(sentence, BilevelWarning, stacklevel=2)
+    return Report(path, len(content), len(found.results), len(found.runs), found.warnings)
+
+
+def _models(found: Found, reader: Reader, progress: bool | None) -> list[Model | None]:
+    import sys
+
+    from bilevel.progress import bar
+
+    models: list[Model | None] = []
+    with ExitStack() as stack:
+        show = (sys.stderr.isatty() if progress is None else progress) and bool(found.runs)
+        advance: Any = (
+            stack.enter_context(bar("models", len(found.runs), "{task.fields[value]}"))
+            if show
+            else lambda done, **words: None
+        )
+        for number, run in enumerate(found.runs):
+            advance(number, value=run.spec)
+            try:
+                models.append(reader.read(run) if run.config else None)
+            except BilevelError as error:
+                models.append(None)
+                found.warnings.append(f"{run.spec}: no episodes, filters and certificates. {error}")
+        advance(len(found.runs), value="done")
+    return models
+
+
+def render(found: Found, models: Sequence[Model | None], title: str) -> str:
+    """The page as text."""
+    import jinja2
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number,
+        "setting": setting,
+        "percent": lambda x: f"{100 * x:.1f} %",
+        "percent2": lambda x: f"{100 * x:.2f} %",
+        "minutes": minutes,
+    }
+    names = labels([run.spec for run in found.runs])
+    drawn = [curves(run) for run in found.runs]
+    ids = _ids(found.results)
+    runs = [
+        _run(run, number, names[number], drawn[number], models[number], ids) for number, run in enumerate(found.runs)
+    ]
+    shown = [i for i, curve in enumerate(drawn) if not curve.empty]
+    charts = figures([(names[i], drawn[i]) for i in shown])
+    for order, i in enumerate(shown):
+        runs[i]["trace"] = order
+    page = environment.get_template("page.html.j2")
+    return page.render(
+        title=title,
+        version=bilevel.__version__,
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+        script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
+        # Only where there is something to draw: it is by far the largest part of the page.
+        plotly=Markup(get_plotlyjs()) if shown else "",
+        results=[_result(result, ids[result.file]) for result in found.results],
+        runs=runs,
+        charts=charts,
+        warnings=found.warnings,
+        help=HELP,
+        meaning=MEANING,
+    )
+
+
+def _result(result: FoundResult, anchor: str) -> dict[str, Any]:
+    return {
+        **result.fields,
+        "id": anchor,
+        "folder": str(result.file.parent),
+        "tables": [{**table, "kinds": _kinds(table)} for table in result.fields["tables"]],
+        "shown": {name: pictures.uri(content) for name, content in result.pictures.items()},
+    }
+
+
+def _kinds(table: dict[str, Any]) -> list[str]:
+    """How every column is set: sentences, numbers to the right, or words."""
+    columns = zip(*table["rows"], strict=True) if table["rows"] else [()] * len(table["columns"])
+    return [
+        "prose" if name in table["prose"] else "number" if _numeric(cells) else "words"
+        for name, cells in zip(table["columns"], columns, strict=True)
+    ]
+
+
+def _numeric(cells: Sequence[str]) -> bool:
+    filled = [cell for cell in cells if cell.strip(" –-")]
+    return bool(filled) and 2 * sum(bool(NUMBER.match(cell)) for cell in filled) > len(filled)
+
+
+def _run(
+    run: FoundRun, number: int, name: str, curve: Curves, model: Model | None, ids: dict[Path, str]
+) -> dict[str, Any]:
+    config, looks = run.config, [line for line in run.metrics if "score" in line]
+    best = max(looks, key=lambda line: (line["score"], -line["iteration"]), default=None)
+    speeds = [line["images_per_second"] for line in run.metrics if "images_per_second" in line]
+    card = config.get("score")
+    test = card.get("test") if isinstance(card, dict) else None
+    return {
+        "name": name,
+        "spec": run.spec,
+        "id": f"run-{number + 1}-{slug(name)}",
+        "config": config,
+        "settings": run.settings,
+        "task": task(run.settings),
+        "owner": None if run.owner is None else {"id": ids[run.owner.file], **run.owner.fields},
+        "trace": None if curve.empty else 0,
+        "done": max((line["iteration"] for line in run.metrics), default=None),
+        "best": best,
+        "minutes": max((line["minutes"] for line in looks if "minutes" in line), default=None),
+        "speed": sorted(speeds)[len(speeds) // 2] if speeds else None,
+        "test": test if isinstance(test, dict) and {"accuracy", "interval", "steps"} <= test.keys() else None,
+        "model": model,
+        "verdict": "" if model is None or not model.certificates else _verdict(model),
+        "command": command(run),
+        "facts": _facts(run, model),
+    }
+
+
+def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
+    """Where a run comes from, without its settings; what is not known is left out."""
+    config = run.config
+    data = config.get("data") if isinstance(config.get("data"), dict) else {}
+    training = model.trained.card.get("training") if model is not None else None
+    facts = {
+        "folder or model": run.spec,
+        "preset": config.get("preset"),
+        "commit": config.get("trained_at_commit") or config.get("commit"),
+        "bilevel": config.get("bilevel"),
+        "threads": config.get("threads"),
+        "data": data.get("name"),
+        "data fingerprint": data.get("fingerprint"),
+        "weights from hyperiteration": training.get("hyperiterations") if isinstance(training, dict) else None,
+        "minutes to get there": training.get("minutes") if isinstance(training, dict) else None,
+    }
+    if model is not None:
+        facts["numbers in λ"] = sum(leaf.numel() for leaf in model.trained.learner.lam.values())
+        facts["inner steps T in use"] = model.trained.learner.steps
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _verdict(model: Model) -> str:
+    return verdict(model.certificates[0], model.trained.learner.l2)
+
+
+def command(run: FoundRun) -> str:
+    """How to get it again: its own command, or that of the result it belongs to."""
+    own = run.config.get("command")
+    if isinstance(own, str) and own:
+        return own
+    return run.owner.fields["command"] if run.owner is not None else ""
+
+
+def task(settings: dict[str, Any]) -> str:
+    """What is being learned, where the settings are those of a few-shot training.
+
+    >>> task({"dataset": "glyphs", "ways": 5, "shots": 1})
+    'glyphs 5-way 1-shot'
+    """
+    if not {"dataset", "ways", "shots"} <= settings.keys():
+        return str(settings.get("dataset", ""))
+    return f"{settings['dataset']} {settings['ways']}-way {settings['shots']}-shot"
+
+
+def labels(specs: Sequence[str]) -> list[str]:
+    """Short names of runs: the last parts of their paths, as many as it takes to tell them apart.
+
+    >>> labels(["results/a/runs/reverse", "results/b/runs/reverse", "zoo:x", "runs/long"])
+    ['a/reverse', 'b/reverse', 'zoo:x', 'long']
+    """
+    parts = [[part for part in Path(spec).parts if part != "runs"] or [spec] for spec in specs]
+    found = []
+    for own in parts:
+        for length in range(1, len(own) + 1):
+            alike = [other for other in parts if other[-length:] == own[-length:]]
+            if len(alike) == 1:
+                break
+        found.append("/".join(own[-length:]))
+    return [name if found.count(name) == 1 else spec for name, spec in zip(found, specs, strict=True)]
+
+
+def _ids(results: Sequence[FoundResult]) -> dict[Path, str]:
+    found: dict[Path, str] = {}
+    for result in results:
+        name = f"result-{slug(result.experiment)}"
+        found[result.file] = name if name not in found.values() else f"{name}-{len(found) + 1}"
+    return found
+
+
+def slug(text: str) -> str:
+    """Text that can be an address within the page.
+
+    >>> slug("runs/My run №1")
+    'runs-my-run-1'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def number(value: Any) -> str:
+    """A number as people write it; what is not finite is said, and what is no number is left as it is.
+
+    >>> number(0.000123456), number(float("inf")), number(None), number([1, 2]), number(True)
+    ('0.000123', 'none', '–', '1, 2', 'yes')
+    """
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(number(item) for item in value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    return f"{value:.3g}" if math.isfinite(value) else "none"
+
+
+def setting(value: Any) -> str:
+    """A setting as it would be written, not rounded.
+
+    >>> setting(1e-05), setting([0.1, 0.3]), setting(False), setting("")
+    ('1e-05', '0.1, 0.3', 'no', '–')
+    """
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return ", ".join(map(setting, value)) if isinstance(value, (list, tuple)) else number(value)
+
+
+def minutes(value: Any) -> str:
+    """A duration.
+
+    >>> minutes(0.5), minutes(90.0), minutes(float("nan"))
+    ('30 s', '1.5 h', '–')
+    """
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "–"
+    if value < 1:
+        return f"{60 * value:.0f} s"
+    return f"{value:.1f} min" if value < 60 else f"{value / 60:.1f} h"
