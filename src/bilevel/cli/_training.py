@@ -6,23 +6,18 @@ import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
 
-import bilevel
-from bilevel.errors import BilevelError
-from bilevel.meta import library
 from bilevel.meta.presets import PRESETS
-from bilevel.meta.settings import FREE_ON_RESUME, Settings
+from bilevel.meta.runs import enter, schedule
+from bilevel.meta.settings import Settings
 from bilevel.meta.training import FewShotTraining, duration, open_data
 from bilevel.models.batch_norm import MEANING
-from bilevel.origin import commit
 from bilevel.training import distributed
-from bilevel.training.files import write_json
-from bilevel.training.folder import RunFolder, differences
-from bilevel.training.loop import Ending, Run, Schedule
+from bilevel.training.folder import RunFolder
+from bilevel.training.loop import Ending, Run
 
 
 def run(
@@ -46,14 +41,8 @@ def run(
             job = FewShotTraining(settings, open_data(settings, data_root), world)
             if world.writes:
                 stack.enter_context(folder.locked())
-                _enter(folder, settings, preset, job, command, resume)
-        schedule = Schedule(
-            settings.iterations,
-            validate_every=settings.validate_every,
-            checkpoint_every=settings.checkpoint_every,
-            patience=settings.patience,
-        )
-        training = Run(job, folder, schedule, world, report=_warn)
+                enter(folder, job, command, preset=preset, resume=resume, warn=_warn)
+        training = Run(job, folder, schedule(settings), world, report=_warn)
         try:
             if world.writes:
                 _announce(settings, folder, job, training.iteration)
@@ -64,44 +53,6 @@ def run(
         if world.writes:
             _conclude(ending, folder, settings)
     return ending.exit_code
-
-
-def _enter(
-    folder: RunFolder, settings: Settings, preset: str | None, job: FewShotTraining, command: str, resume: bool
-) -> None:
-    """Begin a run in the folder, or make sure that the one in it is this one."""
-    data = {"name": job.data.name, "fingerprint": job.data.fingerprint, "classes": len(job.data.classes)}
-    launch = distributed.launch()
-    restarted = distributed.restarted() and folder.exists() and folder.config().get("launch") == launch
-    if not resume and not restarted:
-        config: dict[str, Any] = {
-            "command": command,
-            "preset": preset,
-            "settings": settings.plain(),
-            "learner": job.learner.settings(),
-            "data": data,
-            "threads": torch.get_num_threads(),
-            "bilevel": bilevel.__version__,
-            "commit": commit(),
-        }
-        if settings.initial:
-            card = library.find(settings.initial).card
-            config["initial"] = {key: card.get(key) for key in ("command", "training", "initial") if key in card}
-        folder.begin({**config, "launch": launch} if launch else config)
-        return
-    before = folder.config()
-    wrong = differences(before["settings"], settings.plain(), FREE_ON_RESUME)
-    wrong += differences(before.get("data", data), data, set())
-    if wrong:
-        listed = "\n".join(f"  {line}" for line in wrong)
-        raise BilevelError(
-            f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
-            f"bilevel train --resume --out {folder.path} alone takes the run's own settings; its data must be the "
-            "same. Or choose another folder for a new run."
-        )
-    if before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
-        _warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
-    write_json(folder.config_file, {**before, "settings": settings.plain()})
 
 
 def _announce(settings: Settings, folder: RunFolder, job: FewShotTraining, done: int) -> None:

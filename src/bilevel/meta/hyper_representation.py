@@ -129,12 +129,14 @@ class HyperRepresentation:
         # Both sets together, because a convolution of a few images is far from as fast as one of many; and λ is put
         # into the module once for all episodes.
         named = {f"module.{name}": value for name, value in lam.items()}
-        sizes = [images.shape[1], queries.shape[1]]
-        stacks = torch.cat([images, queries], 1).to(next(iter(lam.values())))
+        # Where one tensor is both sets, its features are computed once.
+        parts = [images] if queries is images else [images, queries]
+        sizes = [part.shape[1] for part in parts]
+        stacks = torch.cat(parts, 1).to(next(iter(lam.values())))
         with using(self.norms, "own", sizes):
             features = heads.with_one(torch.func.functional_call(Each(self.module), named, (stacks,)))
-        known, asked = torch.split(features, sizes, 1)
-        return list(zip(known, asked, strict=True))
+        sets = torch.split(features, sizes, 1)
+        return list(zip(sets[0], sets[-1], strict=True))
 
     def scale(self, features: Tensor, ways: int) -> Tensor:
         """The factor on every episode's features that keeps the inner step short enough for them.
@@ -297,19 +299,20 @@ class HyperRepresentation:
     def hypergradient(self, episodes: Task | Sequence[Task]) -> tuple[Tensor, dict[str, Tensor]]:
         """f_T(λ) and ∇f_T(λ), means over the episodes: stacked tensors (`Episodes.batch`) or a list of tasks."""
         keep_freed_memory()
-        (images, labels), (queries, answers) = self._here(episodes)
+        sets = (images, labels), (queries, _) = self._here(episodes)
         value, total = next(iter(self.lam.values())).new_zeros(()), None
-        for part in zip(*(torch.split(x, self.chunk) for x in (images, labels, queries, answers)), strict=True):
-            task = Task((part[0], part[1]), (part[2], part[3]))
+        known, asked = (list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in sets)
+        for train, val in zip(known, known if queries is images else asked, strict=True):
+            task = Task(train, val)
             result = hypergradient(
-                self.problem(len(part[0]), int(labels.max()) + 1),
+                self.problem(len(train[0]), int(labels.max()) + 1),
                 self.lam,
                 task,
                 dynamics=self.dynamics,
                 steps=self.steps,
                 method=self.method,
             )
-            share = len(part[0]) / len(images)
+            share = len(train[0]) / len(images)
             value = value + share * result.value
             if total is None:
                 total = {name: share * g for name, g in result.grad.items()}

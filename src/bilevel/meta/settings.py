@@ -18,12 +18,16 @@ class Settings:
     """The configuration of `bilevel train`; the defaults are the paper's for Omniglot, without its rotations."""
 
     dataset: str = _setting("omniglot", "A data set, or the path of a folder of class folders.")
-    network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l or rn.")
+    network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l, c4l-64 or rn.")
     image_size: int = _setting(0, "Pixels per side that a folder's images are brought to; 0: as the data set has them.")
     rotations: bool = _setting(False, "Whether quarter turns of a class are classes of their own.")
     ways: int = _setting(5, "Classes in an episode.")
     shots: int = _setting(1, "Support images of each class.")
     queries: int = _setting(15, "Query images of each class.")
+    outer: Literal["query", "support"] = _setting(
+        "query", "The set that training's outer objective is on; support is the paper's Bilevel-train, without queries."
+    )
+    train_shots: int = _setting(0, "Support images of each class in training alone; 0: as many as shots.")
     meta_batch: int = _setting(32, "Episodes in a hyperiteration.")
     steps: int = _setting(5, "T, the inner steps.")
     inner_lr: float = _setting(0.1, "The step size of the inner gradient descent.")
@@ -54,7 +58,9 @@ class Settings:
             _at_least(self, name, 1)
         for name in ("ways", "validation_episodes"):
             _at_least(self, name, 2)
-        for name in ("iterations", "patience", "image_size", "seed", "l2", "decay", "clip", "step_bound"):
+        for name in ("iterations", "patience", "image_size", "train_shots", "seed"):
+            _at_least(self, name, 0)
+        for name in ("l2", "decay", "clip", "step_bound"):
             _at_least(self, name, 0)
         for name in ("inner_lr", "lr"):
             if not getattr(self, name) > 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
 from bilevel.data.base import source
@@ -21,6 +21,7 @@ from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
+from bilevel.problem import Task
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 from bilevel.training.stopping import StopRequest
@@ -64,12 +65,19 @@ def episodes(settings: Settings, data: ImageDataset, split: str, seed: int | Non
     )
 
 
-def new_learner(settings: Settings, data: ImageDataset) -> HyperRepresentation:
-    """A learner with fresh weights."""
+def training_episodes(settings: Settings, data: ImageDataset) -> Episodes:
+    """The stream that is learned from: more shots, or no queries, where the settings say so."""
+    shots = settings.train_shots or settings.shots
+    queries = 0 if settings.outer == "support" else settings.queries
+    return replace(episodes(settings, data, "train"), shots=shots, queries=queries)
+
+
+def new_learner(settings: Settings, data: ImageDataset, module: nn.Module | None = None) -> HyperRepresentation:
+    """A learner with fresh weights, or of a module of one's own."""
     height, width, channels = data.shape
     try:
         return HyperRepresentation(
-            settings.network,
+            settings.network if module is None else module,
             (channels, height, width),
             seed=settings.seed,
             steps=settings.steps,
@@ -97,12 +105,15 @@ class FewShotTraining:
 
     def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
         self.settings, self.data, self.world = settings, data, world or World()
-        self.learner = new_learner(settings, data).to(self.world.device)
+        self.learner = self._new_learner().to(self.world.device)
         if settings.initial:
             self.learner.set_weights({**self.learner.with_running({}), **library.find(settings.initial).learner.lam})
-        self.train, self.val = (episodes(settings, data, split) for split in ("train", "val"))
+        self.train, self.val = training_episodes(settings, data), episodes(settings, data, "val")
         self.optimizer = torch.optim.Adam(self.learner.lam.values(), lr=settings.lr)
         self.mean = {name: value.clone() for name, value in self.learner.lam.items()} if settings.average else {}
+
+    def _new_learner(self) -> HyperRepresentation:
+        return new_learner(self.settings, self.data)
 
     # ------------------------------------------------------------------------------------------- the job
 
@@ -132,8 +143,13 @@ class FewShotTraining:
     def _sum(self, group: range) -> Tensor:
         """f_T, ∇f_T and the statistics that batch norm's running averages are made of, added up, in one vector."""
         with self.learner.watching() as seen:
-            value, grads = self.learner.hypergradient(self.train.batch(group))
+            value, grads = self.learner.hypergradient(self._episodes(group))
         return self._flat(value, grads, seen()) * len(group)
+
+    def _episodes(self, group: range) -> Task:
+        """The episodes of a group; where the outer objective is on the support set, that is both their sets."""
+        drawn = self.train.batch(group)
+        return Task(drawn.train, drawn.train) if self.settings.outer == "support" else drawn
 
     def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
         leaves = list(grads.values())
@@ -194,12 +210,12 @@ class FewShotTraining:
     # ------------------------------------------------------------------------------------------- how long
 
     def _images(self) -> int:
-        return self.settings.ways * (self.settings.shots + self.settings.queries)
+        return self.settings.ways * (self.train.shots + self.train.queries)
 
     def estimate(self) -> Estimate:
         """Time and memory, measured on one group of episodes; nothing is learned from it."""
         settings, groups = self.settings, self._groups(1)
-        batch, one = self.train.batch(groups[0]), self.train.batch([0])
+        batch, one = self._episodes(groups[0]), self.val.batch([0])
         kept: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ def find() -> list[str]:
     """The names of the networks.
 
     >>> find()
-    ['c4l', 'omniglot-net', 'rn']
+    ['c4l', 'c4l-64', 'omniglot-net', 'rn']
     """
     found = (importlib.import_module(name) for name in discovery.modules(sys.modules[__name__]))
     return [_public(module.__name__) for module in found if hasattr(module, "build")]

@@ -138,12 +138,12 @@ class Run:
     def seconds(self) -> float:
         return self.earlier_seconds + time.monotonic() - self.began
 
-    def go(self, progress: bool = False) -> Ending:
+    def go(self, progress: bool = False, title: str = "hyperiterations") -> Ending:
         try:
             with ExitStack() as stack:
                 stop = stack.enter_context(stop_requests())
                 log = stack.enter_context(self._log()) if self.world.writes else None
-                show = stack.enter_context(self._bar(progress and self.world.writes))
+                show = stack.enter_context(self._bar(title, progress and self.world.writes))
                 try:
                     outcome = self._loop(stop, log, show)
                 except DivergenceError as error:
@@ -219,9 +219,9 @@ class Run:
     def _log(self) -> Log:
         return Log(self.folder, self.iteration if self.saved else None)
 
-    def _bar(self, progress: bool) -> AbstractContextManager[Callable[..., None]]:
+    def _bar(self, title: str, progress: bool) -> AbstractContextManager[Callable[..., None]]:
         if not progress:
             return nullcontext(lambda done, **fields: None)
         detail = "loss {task.fields[loss]}  validation {task.fields[accuracy]}  {task.fields[rate]} images/s"
         fields = {"loss": "…", "accuracy": "…", "rate": "…"}
-        return bar("hyperiterations", self.schedule.iterations, detail, done=self.iteration, **fields)
+        return bar(title, self.schedule.iterations, detail, done=self.iteration, **fields)
