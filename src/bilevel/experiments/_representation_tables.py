@@ -80,7 +80,7 @@ def _kin(numbers: Mapping[str, Any], episodes: int) -> Table:
     rows = [
         (
             name,
-            KIN[one["data"]],
+            KIN.get(one["data"], "of one group"),
             NAMES[kind],
             *(_percent(found[which]) for which in ("nearest", "farthest", "any")),
         )
