@@ -179,6 +179,14 @@ def test_what_is_written(quick):
         assert row[3].startswith(f"{100 * found['neighbours']['mean']:.1f} ±")
 
 
+def test_without_pictures_the_numbers_are_the_same_and_nothing_is_linked(quick, model, tmp_path):
+    changes = {"models": model, "episodes": "10", "pictures": "no"}
+    result, record = reproduce("representation", changes, quick=True, out=tmp_path, progress=False)
+    assert {file.name for file in record.folder.iterdir()} == {"result.json", "table.md"}
+    assert result.numbers == quick[0].numbers and result.pictures == []
+    assert ".png" not in (record.folder / "table.md").read_text(encoding="utf-8")
+
+
 def test_the_map_is_of_unseen_classes(quick, subject):
     shown = quick[0].numbers["models"]["short-one"]["map"]
     assert len(set(shown["classes"])) == 8 and shown["images"] == 10

@@ -98,16 +98,20 @@ def _percent(share: Mapping[str, float]) -> str:
     return f"{100 * share['mean']:.1f} ± {100 * share['interval']:.1f}"
 
 
-def notes(numbers: Mapping[str, Any], ways: int) -> tuple[str, ...]:
+def notes(numbers: Mapping[str, Any], ways: int, drawn: bool) -> list[str]:
     found = [
         f"{name}: batch norm {one['batch_norm']['mode']}, {one['batch_norm']['meaning']}; {one['features']} features."
         for name, one in numbers.items()
     ]
-    return (
-        *found,
+    found.append(
         "Distances depend on the scale of the features, so only their ratio can be compared from row to row. A "
         f"neighbour is looked for among all other images of the {ways} classes; chance is about {100 / ways:.0f} per "
-        "cent.",
-        "The map is t-SNE's: who is near whom means something in it, while the sizes of clusters and the distances "
-        "between them do not. It shows the first of the measured episodes, and its headings give that one's numbers.",
+        "cent."
     )
+    if drawn:
+        found.append(
+            "The map is t-SNE's: who is near whom means something in it, while the sizes of clusters and the distances "
+            "between them do not. It shows the first of the measured episodes, and its headings give that one's "
+            "numbers."
+        )
+    return found

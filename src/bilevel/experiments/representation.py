@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bilevel.data import ImageDataset
 from bilevel.experiments._class_names import called, kin
+from bilevel.experiments._representation_measures import Separation, distances, extremes, flatten, separation
 from bilevel.experiments._representation_picture import Map, Pair, draw_maps, draw_pairs
 from bilevel.experiments._representation_tables import NAMES, notes, spread, tables
 from bilevel.experiments.base import Result, counter, one_thread, require, single_precision
@@ -40,7 +41,12 @@ Features = Callable[[Task], Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """The full run. `models` are zoo:NAME, folders of runs, or saved learners."""
+    """The full run.
+
+    Attributes:
+        models: zoo:NAME, folders of runs, or saved learners.
+        pictures: whether to draw; not every data set's images may be passed on.
+    """
 
     seed: int = 0
     models: tuple[str, ...] = ("zoo:omniglot-5way-1shot",)
@@ -52,6 +58,7 @@ class Settings:
     map_images: int = 19
     perplexity: float = 12.0
     episodes: int = 100
+    pictures: bool = True
 
 
 QUICK: dict[str, Any] = {"draws": 1, "map_ways": 8, "map_images": 10, "perplexity": 8.0, "episodes": 6}
@@ -72,25 +79,6 @@ class Subject:
         return episodes(wanted, self.data, split, seed)
 
 
-@dataclass(frozen=True)
-class Separation:
-    """Distances of one set of images.
-
-    Attributes:
-        within: the mean over all pairs of images of one class.
-        between: the mean over all pairs of images of two classes.
-        neighbours: the share of images whose nearest other image is of their class.
-    """
-
-    within: float
-    between: float
-    neighbours: float
-
-    @property
-    def ratio(self) -> float:
-        return self.between / self.within
-
-
 def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     """The pictures and the numbers of every model."""
     _check(settings)
@@ -107,17 +95,20 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
                 pairs = draw_and_compare(settings, subject, settings.draws)
                 near = nearness(settings, subject, report)
                 apart = separations(settings, subject, report)
+                numbers[subject.name] = _numbers(settings, subject, pairs, near, apart)
+                if not settings.pictures:
+                    continue
                 maps = [_map(settings, subject, kind, apart[kind], report) for kind in HEADINGS]
-                draw_pairs(out / f"pairs-{subject.name}.png", pairs)
-                draw_maps(out / f"map-{subject.name}.png", maps)
-                pictures += [f"pairs-{subject.name}.png", f"map-{subject.name}.png"]
-                numbers[subject.name] = _numbers(subject, pairs, near, apart, maps[0])
+                names = [f"{kind}-{subject.name}.png" for kind in ("pairs", "map")]
+                draw_pairs(out / names[0], pairs)
+                draw_maps(out / names[1], maps)
+                pictures += names
     return Result(
         {"models": numbers},
         _choices(settings, subjects),
         tables(numbers, settings.map_ways, settings.episodes),
         pictures,
-        notes(numbers, settings.map_ways),
+        notes(numbers, settings.map_ways, settings.pictures),
         {one.data.name: f"{one.data.describe()}, fingerprint {one.data.fingerprint}" for one in subjects},
     )
 
@@ -136,33 +127,6 @@ def represent(learner: HyperRepresentation) -> Features:
 def pixels(task: Task) -> Tensor:
     """The query set's images themselves."""
     return task.val[0].flatten(1).double()
-
-
-def distances(one: Tensor, other: Tensor) -> Tensor:
-    """‖a − b‖ for every row a of one and b of the other; subtracted, because products would lose small distances."""
-    return torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-def extremes(table: Tensor) -> dict[str, tuple[int, int]]:
-    """The row and the column of the smallest and of the largest distance."""
-    width = table.shape[1]
-    return {
-        "nearest": divmod(int(table.argmin()), width),
-        "farthest": divmod(int(table.argmax()), width),
-    }
-
-
-def separation(features: Tensor, labels: Tensor) -> Separation:
-    """How far classes are apart, and how wide."""
-    table = distances(features, features)
-    same = labels[:, None] == labels
-    others = ~torch.eye(len(labels), dtype=torch.bool)
-    nearest = table.masked_fill(~others, torch.inf).argmin(1)
-    return Separation(
-        float(table[same & others].mean()),
-        float(table[~same].mean()),
-        float((labels[nearest] == labels).double().mean()),
-    )
 
 
 def draw_and_compare(settings: Settings, subject: Subject, draws: int) -> list[dict[str, Pair]]:
@@ -227,18 +191,6 @@ def separations(settings: Settings, subject: Subject, report: Callable[[str], No
         for kind, features in subject.features.items():
             found[kind].append(separation(features(task), task.val[1]))
     return found
-
-
-def flatten(features: Tensor, perplexity: float, seed: int) -> NDArray[Any]:
-    """t-SNE's map of the features in two dimensions, the same for any number of cores."""
-    from sklearn.manifold import TSNE  # type: ignore[import-untyped]
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
-    # From principal components, so that the map keeps what it can of the large distances. Its sums depend on how many
-    # threads share them.
-    with threadpool_limits(1):
-        shrunk = TSNE(perplexity=perplexity, init="pca", learning_rate="auto", random_state=seed, n_jobs=1)
-        return np.asarray(shrunk.fit_transform(features.numpy()), dtype=float)
 
 
 def _map(
@@ -316,16 +268,17 @@ def _image(task: Task, number: int) -> NDArray[Any]:
 
 
 def _work(s: Settings) -> int:
-    return 2 * s.episodes + 2
+    return 2 * s.episodes + (len(HEADINGS) if s.pictures else 0)
 
 
 def _numbers(
+    settings: Settings,
     subject: Subject,
     pairs: list[dict[str, Pair]],
     near: dict[str, dict[str, Any]] | None,
     apart: dict[str, list[Separation]],
-    shown: Map,
 ) -> dict[str, Any]:
+    stream = _unseen(settings, subject)
     mode = subject.found.settings.batch_norm
     return {
         "data": subject.data.name,
@@ -355,7 +308,10 @@ def _numbers(
             }
             for kind, found in apart.items()
         },
-        "map": {"classes": shown.names, "images": len(shown.labels) // len(shown.names)},
+        "map": {
+            "classes": [called(title) for title in _titles(stream, 0)[:: stream.queries]],
+            "images": stream.queries,
+        },
     }
 
 
@@ -366,7 +322,7 @@ def _choices(s: Settings, subjects: Sequence[Subject]) -> dict[str, str]:
         if "running" in modes
         else ""
     )
-    return {
+    found = {
         "D and D′": f"the query sets of {s.ways}-way episodes with {s.queries} images a class, the first {s.draws} of "
         f"seed {s.seed}: none was picked by eye. Characters are not turned",
         "features": "h(x) as the network gives it, without the constant of the bias and without the factor that bounds "
@@ -375,9 +331,11 @@ def _choices(s: Settings, subjects: Sequence[Subject]) -> dict[str, str]:
         + "; ".join(f"{mode}: {MEANING[mode]}" for mode in modes)
         + f". So h(x) also depends on the images that x is shown with.{own}",
         "components": f"{s.components} drawn at random once for all pairs of a model, in their order",
-        "map": f"t-SNE, perplexity {s.perplexity:g}, from principal components; the paper has none",
         "untrained network": "the same architecture with the random weights of the training's seed",
     }
+    if s.pictures:
+        found["map"] = f"t-SNE, perplexity {s.perplexity:g}, from principal components; the paper has none"
+    return found
 
 
 def _check(s: Settings) -> None:
