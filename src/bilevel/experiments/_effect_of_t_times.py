@@ -1,0 +1,130 @@
+"""Table 2 measured: processor seconds of one hyperiteration, by method, by T and by the size of H."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import bilevel as bl
+from bilevel.experiments._feature_map import Batch, Data, feature_map
+
+METHODS: dict[str, bl.Method] = {"Reverse": bl.Reverse(), "Spectral": bl.Spectral()}
+# The steps that one step's share is measured with, for every size of H.
+FEW, MANY = 4, 32
+
+
+class Hyperiteration:
+    """f_T and ∇f_T at H_0, for one size of H; T = None is the closed form."""
+
+    def __init__(self, data: Data, rho: float, lr: float, height: int | None = None) -> None:
+        self.h = data.start()
+        self.data = data
+        if height is not None:
+            self.h = torch.eye(height, self.h.shape[1], dtype=self.h.dtype)
+            self.data = replace(data, train=_of_height(data.train, height), val=_of_height(data.val, height))
+        self.dynamics = bl.GradientDescent(lr)
+        # Kept from call to call, as in the outer loop, because a problem remembers that it has been checked.
+        self.problems = {exact: feature_map(self.data, rho, exact) for exact in (True, False)}
+
+    def __call__(self, steps: int | None, method: bl.Method) -> bl.Hypergradient:
+        problem = self.problems[steps is None]
+        return bl.hypergradient(
+            problem, self.h, self.data.task, dynamics=self.dynamics, steps=steps or 0, method=method
+        )
+
+
+def measure(
+    data: Data, rho: float, lr: float, steps: Sequence[int], heights: Sequence[int], repeats: int, begin: Any
+) -> dict[str, Any]:
+    """Medians of `repeats` measurements, everything taken in turn so that a slow minute of the machine hits all alike.
+
+    Processor time of this thread, not time on the wall: other programs on the machine then count for little.
+    """
+    whole = Hyperiteration(data, rho, lr)
+    sized = {height: Hyperiteration(data, rho, lr, height) for height in heights}
+    calls: dict[tuple[str, str, int], Callable[[], object]] = {("exact", "", 0): lambda: whole(None, bl.Reverse())}
+    for name, method in METHODS.items():
+        for t in steps:
+            calls[name, "", t] = lambda t=t, method=method: whole(t, method)  # type: ignore[misc]
+    for height, one in sized.items():
+        for t in (FEW, MANY):
+            calls["Reverse", str(height), t] = lambda t=t, one=one: one(t, bl.Reverse())  # type: ignore[misc]
+    found: dict[tuple[str, str, int], list[float]] = {key: [] for key in calls}
+    for one in (whole, *sized.values()):  # the first call of a problem also checks it
+        one(1, bl.Reverse())
+    whole(1, bl.Spectral())
+    whole(None, bl.Reverse())
+    for repeat in range(repeats):
+        begin(f"timing, {repeat + 1} of {repeats}")
+        for key, call in calls.items():
+            began = time.thread_time()
+            call()
+            found[key].append(time.thread_time() - began)
+    seconds = {key: statistics.median(values) for key, values in found.items()}
+    return _summary(seconds, found, steps, sized)
+
+
+def _summary(
+    seconds: dict[tuple[str, str, int], float],
+    found: dict[tuple[str, str, int], list[float]],
+    steps: Sequence[int],
+    sized: dict[int, Hyperiteration],
+) -> dict[str, Any]:
+    exact = seconds["exact", "", 0]
+    summary: dict[str, Any] = {
+        "unit": "processor seconds of one hyperiteration, medians",
+        "exact": {"seconds": exact, "spread": _spread(found["exact", "", 0])},
+    }
+    for name in METHODS:
+        summary[name] = {
+            str(t): {
+                "seconds": seconds[name, "", t],
+                "spread": _spread(found[name, "", t]),
+                "over exact": seconds[name, "", t] / exact,
+            }
+            for t in steps
+        }
+    summary["line"] = line(list(steps), [seconds["Reverse", "", t] for t in steps]) if len(steps) > 1 else None
+    summary["size of H"] = [
+        {
+            "rows": height,
+            "entries of H": one.h.numel(),
+            "entries of w": one.h.shape[1] * one.data.train[1].shape[1],
+            "seconds per step": (seconds["Reverse", str(height), MANY] - seconds["Reverse", str(height), FEW])
+            / (MANY - FEW),
+            "seconds with few steps": seconds["Reverse", str(height), FEW],
+        }
+        for height, one in sized.items()
+    ]
+    return summary
+
+
+def line(steps: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
+    """seconds ≈ start + slope·T. Relative errors are squared, so that small T count as much as large ones.
+
+    >>> fitted = line([1, 4, 16], [3.0, 9.0, 33.0])
+    >>> round(fitted["slope"], 6), round(fitted["start"], 6), round(fitted["largest deviation"], 6)
+    (2.0, 1.0, 0.0)
+    """
+    t, y = np.asarray(steps, float), np.asarray(seconds, float)
+    (start, slope), *_ = np.linalg.lstsq(np.stack([1 / y, t / y], 1), np.ones(len(y)), rcond=None)
+    deviation = np.abs((start + slope * t) / y - 1).max()
+    return {"start": float(start), "slope": float(slope), "largest deviation": float(deviation)}
+
+
+def _of_height(data: Batch, height: int) -> Batch:
+    """The features cut, or repeated, to another number of them: H then has so many rows, and w the size it had."""
+    x, y = data
+    copies: Tensor = x.repeat(1, -(-height // x.shape[1]))
+    return copies[:, :height].contiguous(), y
+
+
+def _spread(values: list[float]) -> list[float]:
+    return [min(values), max(values)]
