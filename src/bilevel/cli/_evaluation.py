@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import typer
 
-from bilevel.errors import BilevelError
 from bilevel.meta import library
-from bilevel.meta.evaluation import Score, judge
+from bilevel.meta.evaluation import Score, choose_and_test
 from bilevel.meta.settings import Settings
 from bilevel.meta.training import episodes as stream
 from bilevel.meta.training import open_data
@@ -39,23 +38,12 @@ def evaluate(
         torch.set_num_threads(threads)
     found = library.find(spec, batch_norm)
     data = open_data(found.settings, data_root)
-    trained_on = found.card.get("data", {}).get("fingerprint")
-    if trained_on not in (None, data.fingerprint):
-        raise BilevelError(
-            f"The images of {data.name} are not those that {spec} was trained on, so its training classes may be among "
-            "those of the test. Judge it on the data it was trained on; `bilevel classify` takes any pictures."
-        )
+    found.check_data(data)
     settings = replace(found.settings, **changes)  # type: ignore[arg-type]
-
-    def score(split: str, steps: int) -> Score:
-        with ExitStack() as stack:
-            report = stack.enter_context(bar(f"meta-{split}", count)) if sys.stderr.isatty() else lambda done: None
-            return judge(found.learner, stream(settings, data, split, seed), count, steps, report=report)
-
-    validation = score("val", last)
     tried = range(first, last + 1)
-    chosen = max(tried, key=lambda t: (validation.means[t - 1], -t))
-    test = score("test", chosen)
+    val, test = (stream(settings, data, split, seed) for split in ("val", "test"))
+    with bar("episodes", 2 * count) if sys.stderr.isatty() else nullcontext(lambda done: None) as report:
+        final = choose_and_test(found.learner, val, test, count, tried, report)
     result = {
         "model": spec,
         "data": settings.dataset,
@@ -65,12 +53,12 @@ def evaluate(
         "episodes": count,
         "batch_norm": settings.batch_norm,
         "inner_lr": found.learner.inner_lr,
-        "validation": [_line(t, validation) for t in tried],
-        "steps": chosen,
-        "test": _line(chosen, test),
+        "validation": [_line(t, final.validation) for t in tried],
+        "steps": final.steps,
+        "test": _line(final.steps, final.test),
     }
     if save is not None:
-        found.learner.steps = chosen
+        found.learner.steps = final.steps
         found.learner.save(
             save,
             {**_card(found, settings, data.fingerprint), "score": {k: v for k, v in result.items() if k != "model"}},
@@ -80,7 +68,7 @@ def evaluate(
 
 def _card(found: library.Trained, judged: Settings, fingerprint: str) -> dict[str, Any]:
     """What the weights are and how they came to be; the settings are those they were judged with."""
-    known = ("command", "preset", "initial", "training", "weights")
+    known = ("command", "preset", "initial", "training", "weights", "curve")
     return {
         # Where the training began is told under "initial"; a path would mean nothing elsewhere.
         "settings": replace(judged, initial="").plain(),

@@ -68,5 +68,36 @@ def judge(
     return Score(tuple(means.tolist()), tuple((1.96 * deviations / count**0.5).tolist()), count)
 
 
+@dataclass(frozen=True)
+class Final:
+    """Scores on meta-validation for every T, the T that was best there, and the score on meta-test with it."""
+
+    validation: Score
+    steps: int
+    test: Score
+
+    @property
+    def accuracy(self) -> float:
+        return self.test.means[-1]
+
+    @property
+    def interval(self) -> float:
+        return self.test.intervals[-1]
+
+
+def choose_and_test(
+    learner: Learner,
+    val: Episodes,
+    test: Episodes,
+    count: int,
+    tried: range,
+    report: Callable[[int], None] = lambda done: None,
+) -> Final:
+    """Choose T among `tried` on meta-validation; meta-test is looked at once, with that T. 2·count episodes in all."""
+    validation = judge(learner, val, count, tried[-1], report=report)
+    steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
+    return Final(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
+
+
 def _groups(count: int) -> Sequence[range]:
     return [range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]

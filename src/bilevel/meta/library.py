@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings
@@ -24,6 +25,24 @@ class Trained:
     learner: HyperRepresentation
     settings: Settings
     card: dict[str, Any]
+
+    def check_data(self, data: ImageDataset) -> None:
+        """Refuse to judge it on other images than it was trained on: its training classes may be among the test's."""
+        if self.card.get("data", {}).get("fingerprint") not in (None, data.fingerprint):
+            raise BilevelError(
+                f"The images of {data.name} are not those that {self.name} was trained on, so its training classes may "
+                "be among those of the test. Judge it on the data it was trained on; `bilevel classify` takes any "
+                "pictures."
+            )
+
+    @property
+    def stages(self) -> list[dict[str, Any]]:
+        """Hyperiterations and minutes of every training that led to it, the first one first."""
+        stages, card = [], self.card
+        while card:
+            stages.append({"hyperiterations": None, "minutes": None, **(card.get("training") or {})})
+            card = card.get("initial") or {}
+        return stages[::-1]
 
 
 def zoo() -> dict[str, dict[str, Any]]:
@@ -84,9 +103,11 @@ def _from_run(path: Path) -> Trained:
     except (KeyError, TypeError) as error:
         raise BilevelError(f"{folder.config_file} does not say which learner this is ({error}).") from error
     learner.set_weights(weights)
-    minutes = [line["minutes"] for line in read_metrics(folder.metrics) if _is_of(line, facts)]
+    metrics = read_metrics(folder.metrics)
+    minutes = [line["minutes"] for line in metrics if _is_of(line, facts)]
+    curve = [[line["iteration"], line["score"], line["interval"]] for line in metrics if "score" in line]
     training = {"hyperiterations": facts.get("iteration"), "minutes": minutes[0] if minutes else None}
-    return Trained(str(path), learner, settings, {**config, "weights": facts, "training": training})
+    return Trained(str(path), learner, settings, {**config, "weights": facts, "training": training, "curve": curve})
 
 
 def _is_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:
