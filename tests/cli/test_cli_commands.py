@@ -102,12 +102,15 @@ def tiny_demo(monkeypatch):
     """The demo with hardly any learning, on 15 classes of noise instead of Glyphs."""
     from bilevel.cli import demo
     from bilevel.data import ImageDataset
+    from bilevel.report import models
 
     noise = np.random.default_rng(0).integers(0, 256, (15 * 20, 28, 28, 1), np.uint8)
     names = tuple(f"class {number}" for number in range(15))
     parts = {"train": range(5), "val": range(5, 10), "test": range(10, 15)}
     data = ImageDataset("noise", noise, np.repeat(np.arange(15), 20), names, parts)
     monkeypatch.setattr(glyphs, "load", lambda *arguments, **options: data)
+    monkeypatch.setattr(models, "open_data", lambda *arguments: data)
+    monkeypatch.setattr(demo, "MODEL", "zoo:omniglot-5way-5shot")  # whose card knows that the noise is not Omniglot
     monkeypatch.setattr(demo, "RIDGE", {"seeds": "1", "iterations": "2"})
     few = ("iterations", "looks", "look_episodes", "validation_episodes", "test_episodes", "meta_batch")
     monkeypatch.setattr(demo, "GLYPHS", dict.fromkeys(few, "2"))
@@ -121,7 +124,12 @@ def test_demo_writes_beside_and_not_over_the_full_results(tmp_path, tiny_demo):
     assert [file.name for file in tmp_path.iterdir()] == ["demo"]
     for text in ("11.35", "learned with Reverse", "learned with FirstOrder", "raw pixels", "Batch norm: episode"):
         assert text in done.stdout
-    last = done.stdout.splitlines()[-1]
+    path = tmp_path / "demo" / "report.html"
+    page, last = path.read_text(encoding="utf-8"), done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines()[-2].endswith(f": {path}")
+    for text in ("11.35", "learned with FirstOrder", "glyphs 5-way 1-shot", "Test episode 2", "omniglot 5-way 5-shot"):
+        assert text in page
+    assert "are not those that zoo:omniglot-5way-5shot was trained on" in page
     assert "bilevel train glyphs-5way-1shot" in last and "bilevel evaluate zoo:omniglot-5way-1shot" in last
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from bilevel import BilevelError
+from bilevel.cli import runs
 from bilevel.data import _scripts, load
 from bilevel.experiments import _glyphs_picture, glyphs
 from bilevel.experiments._plotting import RED
 from bilevel.experiments.base import reproduce
+from bilevel.meta.library import find
+from bilevel.training.folder import read_metrics
 
 # Drawing all of Glyphs takes half a minute; these scripts take seconds.
 FEW = {
@@ -66,7 +69,7 @@ def test_the_difference_is_that_of_the_rows_and_pairing_narrows_it(short):
 
 def test_what_is_written(short):
     result, record = short
-    assert {file.name for file in record.folder.iterdir()} == {"result.json", "glyphs.png", "table.md"}
+    assert {file.name for file in record.folder.iterdir()} == {"result.json", "glyphs.png", "table.md", "runs"}
     written = json.loads((record.folder / "result.json").read_text(encoding="utf-8"))
     assert "not in the paper" in written["paper"] and any("no table of the paper" in note for note in written["notes"])
     assert any("Batch norm: episode" in note and "transductive" in note for note in written["notes"])
@@ -79,6 +82,26 @@ def test_what_is_written(short):
         )
         # T is the best on meta-validation, and never looked for on the test scripts.
         assert found["steps"] == 1 + int(np.argmax(found["validation for every T"]))
+
+
+def test_the_trainings_are_kept_as_runs_that_score_as_the_table_does(short, few_scripts):
+    result, record = short
+    assert record.runs == result.runs == ["runs/reverse", "runs/first-order"]
+    settings = replace(glyphs.Settings(), test_episodes=60)
+    for method in ("reverse", "first-order"):
+        folder = record.folder / "runs" / method
+        assert runs.describe(folder)["state"] == "finished" and runs.describe(folder)["done"] == 150
+        lines = read_metrics(folder / "metrics.jsonl")
+        scores = [line["score"] for line in lines if "score" in line]
+        assert scores == result.numbers["meta-validation while learning"][method]
+        assert [line["iteration"] for line in lines if "loss" in line] == [20, 40, 60, 80, 100, 120, 140, 150]
+        with glyphs.single_precision():
+            trained = find(str(folder))
+            stream = glyphs.episodes(replace(trained.settings, queries=settings.test_queries), few_scripts, "test")
+            score = glyphs.judge(trained.learner, stream, settings.test_episodes, trained.learner.steps)
+        found = result.numbers["accuracy"][method]
+        assert trained.settings.method == method and trained.learner.steps == found["steps"]
+        assert score.means[-1] == pytest.approx(found["accuracy"])
 
 
 def test_the_picture_shows_something_everywhere(short):

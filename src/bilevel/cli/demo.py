@@ -13,6 +13,7 @@ from bilevel.experiments.base import reproduce
 # Enough data sets for a spread and enough hyperiterations for the paper's shape, in half a minute.
 RIDGE = {"seeds": "5", "iterations": "150"}
 GLYPHS: dict[str, str] = {}
+MODEL = "zoo:omniglot-5way-1shot"
 
 
 def command(
@@ -21,7 +22,7 @@ def command(
     """Show what it does, in about three minutes: tuning hyperparameters, and learning to learn.
 
     Learns 30 regularisation coefficients and then a representation for few-shot learning, both by hypergradients;
-    prints the results and saves pictures.
+    prints the results, saves pictures, and writes a page to look at them.
     """
     folder = out / "demo"
     typer.echo(
@@ -44,7 +45,17 @@ def command(
             f"Interrupted. The first part is complete in {folder / 'ridge'}; nothing else was written.", err=True
         )
         raise typer.Exit(130) from None
+    typer.echo(f"\nAll of it to look at, in a browser: {page(folder)}")
     typer.echo(
-        "\nNext: bilevel train glyphs-5way-1shot (a longer training), bilevel evaluate zoo:omniglot-5way-1shot (one "
+        "Next: bilevel train glyphs-5way-1shot (a longer training), bilevel evaluate zoo:omniglot-5way-1shot (one "
         "trained on Omniglot), bilevel list (the tables and figures of the paper)."
     )
+
+
+def page(folder: Path) -> Path:
+    """The report of the demonstration, and of the model of the zoo: with its episodes where Omniglot is at hand, and
+    without, because nothing is downloaded here."""
+    from bilevel.report.page import write
+
+    parts = [folder / name for name in ("ridge", "glyphs")]
+    return write([*parts, MODEL], folder / "report.html", title="bilevel demo").path

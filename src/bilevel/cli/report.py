@@ -34,7 +34,7 @@ def command(
 
     report = write(what or (), out, episodes=episodes, data_root=data_root, title=title)
     left_out = f", {len(report.warnings)} left out" if report.warnings else ""
-    typer.echo(f"{report.results} results, {report.runs} runs and models{left_out}, {report.bytes / 1e6:.1f} MB")
+    typer.echo(f"{report.results} result(s), {report.runs} run(s) or model(s){left_out}; {report.bytes / 1e6:.1f} MB")
     typer.echo(f"report: {report.path}")
     if show:
         import webbrowser

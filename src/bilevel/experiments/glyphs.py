@@ -8,6 +8,7 @@ Both are then judged on characters of scripts that neither has seen.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
 from bilevel.experiments._glyphs_picture import Curves, Shown, draw, readable
-from bilevel.experiments.base import Result, Table, counter, one_thread, require, single_precision
+from bilevel.experiments._glyphs_training import Learned, keep
+from bilevel.experiments.base import Result, Table, counter, kept, one_thread, require, single_precision
 from bilevel.meta.evaluation import GROUP, Score, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.settings import Settings as Training
@@ -36,6 +38,7 @@ NAMES = {
     "untrained": "untrained network",
 }
 Begin = Callable[[str], None]
+LOG_EVERY = 20  # as `bilevel train` does
 
 
 @dataclass(frozen=True)
@@ -112,15 +115,17 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     with single_precision(), one_thread():
         data = load("glyphs", progress=progress)  # draws a bar of its own the first time
         with counter("glyphs", _work(settings), progress) as begin:
-            curves: dict[str, list[float]] = {}
+            learned: dict[str, Learned] = {}
             judged: dict[str, Judged] = {}
             for method in METHODS:
-                learner, curves[method] = learn(settings, data, method, begin)
+                learned[method] = learn(settings, data, method, begin)
+                learner = learned[method].learner
                 judged[method] = judge_one(settings, data, NAMES[method], learner, (learner.inner_lr,), begin)
             for name, learner in (("pixels", _pixels(settings, data)), ("untrained", _untrained(settings, data))):
                 judged[name] = judge_one(settings, data, NAMES[name], learner, settings.step_sizes, begin)
         shown = show(settings, data, judged["reverse"])
     seen = [round(settings.iterations * i / settings.looks) for i in range(settings.looks + 1)]
+    curves = {method: one.curve for method, one in learned.items()}
     numbers = _numbers(judged, seen, curves, shown)
     draw(
         out / "glyphs.png",
@@ -129,22 +134,41 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         {NAMES[name]: numbers["accuracy"][name] for name in judged},
         f"{settings.ways}-way {settings.shots}-shot",
     )
-    return Result(numbers, _choices(settings), [_table(settings, judged)], ("glyphs.png",), _notes(settings, numbers))
+    for method, one in learned.items():
+        keep(kept(out) / method, _training(settings, method), one, judged[method].steps, data)
+    return Result(
+        numbers,
+        _choices(settings),
+        [_table(settings, judged)],
+        ("glyphs.png",),
+        _notes(settings, numbers),
+        runs=[f"runs/{method}" for method in learned],
+    )
 
 
-def learn(settings: Settings, data: ImageDataset, method: str, begin: Begin) -> tuple[HyperRepresentation, list[float]]:
-    """A representation after all hyperiterations, and its meta-validation accuracy on the way, the start included."""
+def learn(settings: Settings, data: ImageDataset, method: str, begin: Begin) -> Learned:
+    """A representation after all hyperiterations, with its losses and meta-validation accuracies on the way."""
     job = FewShotTraining(_training(settings, method), data)
     stops = {round(settings.iterations * i / settings.looks) for i in range(1, settings.looks + 1)}
-    curve, loss = [job.validate(0)["score"]], ""
+    began, metrics, since, loss = time.perf_counter(), [], [], ""
+
+    def look(k: int) -> None:
+        found = job.validate(k)
+        metrics.append({"iteration": k, **found, "minutes": (time.perf_counter() - began) / 60})
+
+    look(0)
     for k in range(1, settings.iterations + 1):
         begin(f"{NAMES[method]}{loss}")
         found, _ = job.step(k, stop=False)
         loss = f", loss {found['loss']:.2f}"
+        since.append(found)
+        if k % LOG_EVERY == 0 or k == settings.iterations:
+            metrics.append({"iteration": k, **{name: sum(one[name] for one in since) / len(since) for name in found}})
+            since.clear()
         if k in stops:
-            curve.append(job.validate(k)["score"])
+            look(k)
     job.learner.set_weights(job.weights())
-    return job.learner, curve
+    return Learned(job.learner, metrics)
 
 
 def judge_one(
@@ -214,7 +238,9 @@ def _training(s: Settings, method: str) -> Training:
         lr=s.outer_lr,
         average=s.average,
         iterations=s.iterations,
+        validate_every=max(1, round(s.iterations / max(1, s.looks))),
         validation_episodes=s.look_episodes,
+        patience=0,
         seed=s.seed,
     )
 

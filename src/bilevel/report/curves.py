@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,13 +66,16 @@ def _clock(looks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], set
     Between two validations they are interpolated; after the last one they follow from the speed and the number of
     images in a hyperiteration.
     """
-    known = [(line["iteration"], line["minutes"]) for line in looks if "minutes" in line]
+    known = [line for line in looks if "minutes" in line]
     if not known:
         return np.full(len(steps), math.nan)
-    last, minutes = known[-1]
-    found = np.interp(_numbers(steps, "iteration"), *(np.array(part, float) for part in zip(*known, strict=True)))
+    last, minutes = known[-1]["iteration"], known[-1]["minutes"]
+    found: Array = np.interp(_numbers(steps, "iteration"), _numbers(known, "iteration"), _numbers(known, "minutes"))
     sizes = [settings.get(name) for name in ("meta_batch", "ways", "shots", "queries")]
-    images = sizes[0] * sizes[1] * (sizes[2] + sizes[3]) if all(type(size) is int for size in sizes) else math.nan  # type: ignore[operator]
+    images = math.nan
+    if all(type(size) is int for size in sizes):
+        episodes, ways, shots, queries = (int(size or 0) for size in sizes)
+        images = episodes * ways * (shots + queries)
     for i, line in enumerate(steps):
         if line["iteration"] > last:
             speed = line.get("images_per_second", math.nan)
@@ -112,8 +116,7 @@ def figures(named: Sequence[tuple[str, Curves]]) -> dict[str, Any]:
 
     A trace's `meta` says which run it belongs to and holds both of its x axes, between which the page switches.
     """
-    import plotly.graph_objects as go
-
+    go: Any = import_module("plotly.graph_objects")
     drawn = {"loss": go.Figure(), "accuracy": go.Figure(), "speed": go.Figure()}
     for number, (name, found) in enumerate(named):
         dash = DASHES[number // COLOURS % len(DASHES)]

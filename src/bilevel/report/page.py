@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import bilevel
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.meta.settings import Settings
 from bilevel.models.batch_norm import MEANING
+from bilevel.progress import bar
 from bilevel.report import pictures
 from bilevel.report.curves import Curves, curves, figures
 from bilevel.report.models import Model, Reader, verdict
 from bilevel.report.read import Found, FoundResult, FoundRun, gather
+from bilevel.report.words import labels, minutes, number, setting, slug, task
 from bilevel.training.files import write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -75,10 +78,6 @@ def write(
 
 
 def _models(found: Found, reader: Reader, progress: bool | None) -> list[Model | None]:
-    import sys
-
-    from bilevel.progress import bar
-
     models: list[Model | None] = []
     with ExitStack() as stack:
         show = (sys.stderr.isatty() if progress is None else progress) and bool(found.runs)
@@ -102,8 +101,8 @@ def render(found: Found, models: Sequence[Model | None], title: str) -> str:
     """The page as text."""
     import jinja2
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
+    offline: Any = import_module("plotly.offline")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -136,7 +135,7 @@ def render(found: Found, models: Sequence[Model | None], title: str) -> str:
         style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
         # Only where there is something to draw: it is by far the largest part of the page.
-        plotly=Markup(get_plotlyjs()) if shown else "",
+        plotly=Markup(offline.get_plotlyjs()) if shown else "",
         results=[_result(result, ids[result.file]) for result in found.results],
         runs=runs,
         charts=charts,
@@ -195,14 +194,26 @@ def _run(
         "model": model,
         "verdict": "" if model is None or not model.certificates else _verdict(model),
         "command": command(run),
+        "before": _before(config),
         "facts": _facts(run, model),
     }
+
+
+def _before(config: dict[str, Any]) -> list[str]:
+    """The commands of the trainings that the first weights came from, the last one first."""
+    found: list[str] = []
+    here = config.get("initial")
+    while isinstance(here, dict) and len(found) < 20:
+        if isinstance(here.get("command"), str):
+            found.append(here["command"])
+        here = here.get("initial")
+    return found
 
 
 def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
     """Where a run comes from, without its settings; what is not known is left out."""
     config = run.config
-    data = config.get("data") if isinstance(config.get("data"), dict) else {}
+    data: Any = config.get("data") if isinstance(config.get("data"), dict) else {}
     training = model.trained.card.get("training") if model is not None else None
     facts = {
         "folder or model": run.spec,
@@ -213,7 +224,7 @@ def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
         "data": data.get("name"),
         "data fingerprint": data.get("fingerprint"),
         "weights from hyperiteration": training.get("hyperiterations") if isinstance(training, dict) else None,
-        "minutes to get there": training.get("minutes") if isinstance(training, dict) else None,
+        "time to get there": minutes(training.get("minutes")) if isinstance(training, dict) else None,
     }
     if model is not None:
         facts["numbers in λ"] = sum(leaf.numel() for leaf in model.trained.learner.lam.values())
@@ -233,89 +244,9 @@ def command(run: FoundRun) -> str:
     return run.owner.fields["command"] if run.owner is not None else ""
 
 
-def task(settings: dict[str, Any]) -> str:
-    """What is being learned, where the settings are those of a few-shot training.
-
-    >>> task({"dataset": "glyphs", "ways": 5, "shots": 1})
-    'glyphs 5-way 1-shot'
-    """
-    if not {"dataset", "ways", "shots"} <= settings.keys():
-        return str(settings.get("dataset", ""))
-    return f"{settings['dataset']} {settings['ways']}-way {settings['shots']}-shot"
-
-
-def labels(specs: Sequence[str]) -> list[str]:
-    """Short names of runs: the last parts of their paths, as many as it takes to tell them apart.
-
-    >>> labels(["results/a/runs/reverse", "results/b/runs/reverse", "zoo:x", "runs/long"])
-    ['a/reverse', 'b/reverse', 'zoo:x', 'long']
-    """
-    parts = [[part for part in Path(spec).parts if part != "runs"] or [spec] for spec in specs]
-    found = []
-    for own in parts:
-        for length in range(1, len(own) + 1):
-            alike = [other for other in parts if other[-length:] == own[-length:]]
-            if len(alike) == 1:
-                break
-        found.append("/".join(own[-length:]))
-    return [name if found.count(name) == 1 else spec for name, spec in zip(found, specs, strict=True)]
-
-
 def _ids(results: Sequence[FoundResult]) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for result in results:
         name = f"result-{slug(result.experiment)}"
         found[result.file] = name if name not in found.values() else f"{name}-{len(found) + 1}"
     return found
-
-
-def slug(text: str) -> str:
-    """Text that can be an address within the page.
-
-    >>> slug("runs/My run №1")
-    'runs-my-run-1'
-    """
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
-
-
-def number(value: Any) -> str:
-    """A number as people write it; what is not finite is said, and what is no number is left as it is.
-
-    >>> number(0.000123456), number(float("inf")), number(None), number([1, 2]), number(True)
-    ('0.000123', 'none', '–', '1, 2', 'yes')
-    """
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(number(item) for item in value)
-    if not isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) >= 10_000 else str(value)
-    return f"{value:.3g}" if math.isfinite(value) else "none"
-
-
-def setting(value: Any) -> str:
-    """A setting as it would be written, not rounded.
-
-    >>> setting(1e-05), setting([0.1, 0.3]), setting(False), setting("")
-    ('1e-05', '0.1, 0.3', 'no', '–')
-    """
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    return ", ".join(map(setting, value)) if isinstance(value, (list, tuple)) else number(value)
-
-
-def minutes(value: Any) -> str:
-    """A duration.
-
-    >>> minutes(0.5), minutes(90.0), minutes(float("nan"))
-    ('30 s', '1.5 h', '–')
-    """
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return "–"
-    if value < 1:
-        return f"{60 * value:.0f} s"
-    return f"{value:.1f} min" if value < 60 else f"{value / 60:.1f} h"

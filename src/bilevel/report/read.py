@@ -276,5 +276,5 @@ def _inside(folder: Path, name: Any) -> Path | None:
 
 
 def _word(kind: type | tuple[type, ...]) -> str:
-    words = {str: "text", list: "a list", dict: "an object"}
+    words: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
     return "a number" if isinstance(kind, tuple) else words[kind]

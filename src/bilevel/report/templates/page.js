@@ -205,15 +205,14 @@
   const picked = (run) => curvesForm.querySelector(`[name=run][value="${run}"]`).checked;
   function frame(kind) {
     const grid = { gridcolor: colour("--grid"), zerolinecolor: colour("--grid"), linecolor: colour("--line") };
-    const words = { accuracy: "per cent", loss: "loss", speed: "images/s" };
     return {
-      margin: { l: 58, r: 14, t: 10, b: 46 }, showlegend: false, hovermode: "x unified", dragmode: "zoom",
+      margin: { l: 50, r: 14, t: 10, b: 46 }, showlegend: false, hovermode: "x unified", dragmode: "zoom",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: colour("--text"), family: "system-ui, sans-serif", size: 13 },
       hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: -1 },
       modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: "rgba(0,0,0,0)" },
       xaxis: { ...grid, title: { text: axis() === "minutes" ? "minutes" : "hyperiterations" } },
-      yaxis: { ...grid, title: { text: words[kind] }, type: kind === "loss" && $("log-loss").checked ? "log" : "linear",
+      yaxis: { ...grid, type: kind === "loss" && $("log-loss").checked ? "log" : "linear",
                rangemode: kind === "speed" ? "tozero" : "normal" },
     };
   }

@@ -1,0 +1,89 @@
+"""Names and numbers as the page says them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def task(settings: dict[str, Any]) -> str:
+    """What is being learned, where the settings are those of a few-shot training.
+
+    >>> task({"dataset": "glyphs", "ways": 5, "shots": 1})
+    'glyphs 5-way 1-shot'
+    """
+    if not {"dataset", "ways", "shots"} <= settings.keys():
+        return str(settings.get("dataset", ""))
+    return f"{settings['dataset']} {settings['ways']}-way {settings['shots']}-shot"
+
+
+def labels(specs: Sequence[str]) -> list[str]:
+    """Short names of runs: the last parts of their paths, as many as it takes to tell them apart.
+
+    >>> labels(["results/a/runs/reverse", "results/b/runs/reverse", "zoo:x", "runs/long"])
+    ['a/reverse', 'b/reverse', 'zoo:x', 'long']
+    """
+    parts = [[part for part in Path(spec).parts if part != "runs"] or [spec] for spec in specs]
+    found = []
+    for own in parts:
+        for length in range(1, len(own) + 1):
+            alike = [other for other in parts if other[-length:] == own[-length:]]
+            if len(alike) == 1:
+                break
+        found.append("/".join(own[-length:]))
+    return [name if found.count(name) == 1 else spec for name, spec in zip(found, specs, strict=True)]
+
+
+def slug(text: str) -> str:
+    """Text that can be an address within the page.
+
+    >>> slug("runs/My run №1")
+    'runs-my-run-1'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+
+
+def number(value: Any) -> str:
+    """A number as people write it; what is not finite is said, and what is no number is left as it is.
+
+    >>> number(0.000123456), number(float("inf")), number(None), number([1, 2]), number(True)
+    ('0.000123', 'none', '–', '1, 2', 'yes')
+    """
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(number(item) for item in value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    return f"{value:.3g}" if math.isfinite(value) else "none"
+
+
+def setting(value: Any) -> str:
+    """A setting as it would be written, not rounded.
+
+    >>> setting(1e-05), setting([0.1, 0.3]), setting(False), setting("")
+    ('1e-05', '0.1, 0.3', 'no', '–')
+    """
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    return ", ".join(map(setting, value)) if isinstance(value, (list, tuple)) else number(value)
+
+
+def minutes(value: Any) -> str:
+    """A duration.
+
+    >>> minutes(0.5), minutes(90.0), minutes(float("nan"))
+    ('30 s', '1.5 h', '–')
+    """
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return "–"
+    if value < 1:
+        return f"{60 * value:.0f} s"
+    return f"{value:.1f} min" if value < 60 else f"{value / 60:.1f} h"
