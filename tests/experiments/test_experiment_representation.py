@@ -242,6 +242,21 @@ def test_thumbnails_do_not_overlap_and_stay_on_the_map():
     np.testing.assert_array_equal(_representation_picture.places(far, np.array([[0.5, 0.5]]), 0.08), far)
 
 
+def test_a_class_looks_the_same_in_all_maps_and_unlike_its_neighbours(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(_representation_picture, "_map", lambda axes, shown, looks: given.append(looks))
+    labels = np.arange(20).repeat(3)
+    one, other = (
+        _representation_picture.Map("x", points, labels, ["x"] * 20, [], 1.0, 1.0)
+        for points in (np.stack([labels * 7 % 20, 0 * labels], 1), np.zeros((60, 2)))
+    )
+    _representation_picture.draw_maps(tmp_path / "x.png", [one, other])
+    assert given[0] == given[1] and len(set(given[0])) == 20
+    at = np.arange(20) * 7 % 20
+    colours = [given[0][label][0] for label in at.argsort()]  # from left to right
+    assert all(len(set(colours[i : i + 7])) == 7 for i in range(14))
+
+
 def test_photographs_can_be_drawn(tmp_path):
     generator = np.random.default_rng(0)
     images = generator.random((2, 8, 8, 3))

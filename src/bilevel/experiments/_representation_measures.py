@@ -31,8 +31,9 @@ class Separation:
 
 
 def distances(one: Tensor, other: Tensor) -> Tensor:
-    """‖a − b‖ for every row a of one and b of the other; subtracted, because products would lose small distances."""
-    return torch.cdist(one, other, compute_mode="donot_use_mm_for_euclid_dist")
+    """‖a − b‖ for every row a of one and b of the other, from ‖a‖² + ‖b‖² − 2aᵀb: for photographs, many times faster
+    than from differences, and in double precision as good."""
+    return torch.cdist(one.double(), other.double(), compute_mode="use_mm_for_euclid_dist")
 
 
 def extremes(table: Tensor) -> dict[str, tuple[int, int]]:

@@ -113,19 +113,21 @@ def _image(axes: Axes, image: NDArray[Any], extent: Any = None, order: float = 1
 
 
 def draw_maps(path: Path, maps: Sequence[Map]) -> None:
-    """Save the maps side by side."""
+    """Save the maps side by side; a class looks the same in all of them."""
+    # Colours go round from left to right of the first map, so that neighbours differ in theirs.
+    rank = _centres(maps[0].points, maps[0].labels)[:, 0].argsort().argsort().tolist()
+    looks = [(COLOURS[i % len(COLOURS)], SHAPES[i // len(COLOURS) % len(SHAPES)]) for i in rank]
     with picture(path, width=6.6 * len(maps), height=7.3) as figure:
         for axes, shown in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
-            _map(axes, shown)
+            _map(axes, shown, looks)
 
 
-def _map(axes: Axes, shown: Map) -> None:
+def _map(axes: Axes, shown: Map, looks: Sequence[tuple[str, str]]) -> None:
     points = _in_unit_square(shown.points)
-    centres = np.stack([points[shown.labels == label].mean(0) for label in range(len(shown.names))])
+    centres = _centres(points, shown.labels)
     free = places(centres, points, THUMBNAIL * 1.12)
     for label, (centre, place) in enumerate(zip(centres, free, strict=True)):
-        colour = COLOURS[label % len(COLOURS)]
-        shape = SHAPES[label // len(COLOURS) % len(SHAPES)]
+        colour, shape = looks[label]
         mine = points[shown.labels == label]
         axes.scatter(mine[:, 0], mine[:, 1], s=17, color=colour, marker=shape, linewidths=0, alpha=0.85, zorder=2)
         axes.plot(*zip(centre, place, strict=True), color=colour, linewidth=1, zorder=3)
@@ -143,6 +145,10 @@ def _map(axes: Axes, shown: Map) -> None:
         f"class {100 * shown.neighbours:.0f} %",
         loc="left",
     )
+
+
+def _centres(points: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
+    return np.stack([points[labels == label].mean(0) for label in range(int(labels.max()) + 1)])
 
 
 def _in_unit_square(points: NDArray[Any]) -> NDArray[Any]:
