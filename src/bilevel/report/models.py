@@ -186,10 +186,10 @@ def _certificate(trained: Trained, data: ImageDataset, number: int) -> tuple[Cer
     lam = {"features are fixed": support.new_zeros(())}
     task = Task((support, labels), (query, answers))
     found = certify(fixed, lam, task, dynamics=learner.dynamics, steps=learner.steps, mu=learner.l2)
-    w, state = fixed.init(lam), learner.dynamics.init(fixed.init(lam))
-    for t in range(1, learner.steps + 1):
-        w, state = learner.dynamics.step(lambda v: fixed.inner(v, lam, task.train), w, state, t)
     with torch.no_grad():
+        w, state = fixed.init(lam), learner.dynamics.init(fixed.init(lam))
+        for t in range(1, learner.steps + 1):
+            w, state = learner.dynamics.step(lambda v: fixed.inner(v, lam, task.train), w, state, t)
         loss = float(fixed.inner(w, lam, task.train))
     return found, min(loss, found.gradient_norm**2 / (2 * learner.l2)) if learner.l2 else loss
 

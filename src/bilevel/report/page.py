@@ -26,6 +26,7 @@ from bilevel.report.words import labels, minutes, number, setting, slug, task
 from bilevel.training.files import write_bytes
 
 TEMPLATES = Path(__file__).parent / "templates"
+KNOWN = ("accuracy", "interval")  # of a card's score on meta-test
 HELP = {f.name: f.metadata["help"] for f in fields(Settings)}
 NUMBER = re.compile(r"^[≤≥<>~]?\s*[+−-]?\d[\d.,]*(e[+-]?\d+)?\s*%?(\s*(±|\[|\().*)?$")
 
@@ -113,11 +114,11 @@ def render(found: Found, models: Sequence[Model | None], title: str) -> str:
     environment.filters |= {
         "number": number,
         "setting": setting,
-        "percent": lambda x: f"{100 * x:.1f} %",
-        "percent2": lambda x: f"{100 * x:.2f} %",
+        "percent": lambda x: f"{100 * x:.1f}\N{NO-BREAK SPACE}%",
+        "percent2": lambda x: f"{100 * x:.2f}\N{NO-BREAK SPACE}%",
         "minutes": minutes,
     }
-    names = labels([run.spec for run in found.runs])
+    names = labels([run.spec for run in found.runs], [run.owner is not None for run in found.runs])
     drawn = [curves(run) for run in found.runs]
     ids = _ids(found.results)
     runs = [
@@ -190,7 +191,7 @@ def _run(
         "best": best,
         "minutes": max((line["minutes"] for line in looks if "minutes" in line), default=None),
         "speed": sorted(speeds)[len(speeds) // 2] if speeds else None,
-        "test": test if isinstance(test, dict) and {"accuracy", "interval", "steps"} <= test.keys() else None,
+        "test": test if isinstance(test, dict) and all(_is_number(test.get(key)) for key in KNOWN) else None,
         "model": model,
         "verdict": "" if model is None or not model.certificates else _verdict(model),
         "command": command(run),
@@ -230,6 +231,10 @@ def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
         facts["numbers in λ"] = sum(leaf.numel() for leaf in model.trained.learner.lam.values())
         facts["inner steps T in use"] = model.trained.learner.steps
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
 
 
 def _verdict(model: Model) -> str:

@@ -20,20 +20,23 @@ def task(settings: dict[str, Any]) -> str:
     return f"{settings['dataset']} {settings['ways']}-way {settings['shots']}-shot"
 
 
-def labels(specs: Sequence[str]) -> list[str]:
+def labels(specs: Sequence[str], owned: Sequence[bool] = ()) -> list[str]:
     """Short names of runs: the last parts of their paths, as many as it takes to tell them apart.
+
+    A run that belongs to a result is named with it.
 
     >>> labels(["results/a/runs/reverse", "results/b/runs/reverse", "zoo:x", "runs/long"])
     ['a/reverse', 'b/reverse', 'zoo:x', 'long']
+    >>> labels(["results/glyphs/runs/reverse"], [True])
+    ['glyphs/reverse']
     """
     parts = [[part for part in Path(spec).parts if part != "runs"] or [spec] for spec in specs]
     found = []
-    for own in parts:
-        for length in range(1, len(own) + 1):
-            alike = [other for other in parts if other[-length:] == own[-length:]]
-            if len(alike) == 1:
-                break
-        found.append("/".join(own[-length:]))
+    for number, own in enumerate(parts):
+        least = min(2 if owned and owned[number] else 1, len(own))
+        tried = (own[-length:] for length in range(least, len(own) + 1))
+        alone = (tail for tail in tried if [other[-len(tail) :] for other in parts].count(tail) == 1)
+        found.append("/".join(next(alone, own)))
     return [name if found.count(name) == 1 else spec for name, spec in zip(found, specs, strict=True)]
 
 

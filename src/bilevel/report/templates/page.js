@@ -19,8 +19,13 @@
     recolour();
   }
   $("theme").addEventListener("click", () => {
-    chosen = dark() ? "light" : "dark";
-    try { localStorage.setItem("bilevel-theme", chosen); } catch { /* then it lasts as long as the page */ }
+    // Back at the system's choice, the page follows it again.
+    const next = dark() ? "light" : "dark";
+    chosen = next === (prefers.matches ? "dark" : "light") ? null : next;
+    try {
+      if (chosen) localStorage.setItem("bilevel-theme", chosen);
+      else localStorage.removeItem("bilevel-theme");
+    } catch { /* then it lasts as long as the page */ }
     paint();
   });
   prefers.addEventListener("change", paint);
@@ -235,6 +240,8 @@
   }
   function redraw(keep) { if (drawn) charts().forEach((chart) => render(chart, keep)); }
   function draw() {
+    // A hidden chart does not notice that the window has another width.
+    if (drawn) charts().forEach((chart) => Plotly.Plots.resize(chart));
     if (drawn || !curvesForm) return;
     drawn = true;
     for (const chart of all(".chart")) {
@@ -268,7 +275,8 @@
     following = false;
   }
   function zoomBy(factor) {
-    const [low, high] = charts()[0].layout.xaxis.range;
+    if (!charts().length) return;
+    const [low, high] = charts()[0]._fullLayout.xaxis.range; // the layout of an automatic axis has none
     const [middle, half] = [(low + high) / 2, ((high - low) / 2) * factor];
     zoomTo([middle - half, middle + half]);
   }
