@@ -175,7 +175,7 @@ def test_what_is_written(quick):
     assert len(pairs.rows) == 2 and len(apart.rows) == 3
     for row, kind in zip(apart.rows, one["separation"], strict=True):
         found = one["separation"][kind]
-        assert row[2].startswith(f"{found['ratio']['mean']:.2f} ±")
+        assert row[2].startswith(f"{found['ratio']['mean']:.3f} ±")
         assert row[3].startswith(f"{100 * found['neighbours']['mean']:.1f} ±")
 
 

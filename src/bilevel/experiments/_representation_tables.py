@@ -63,7 +63,7 @@ def _separation(numbers: Mapping[str, Any], ways: int, episodes: int) -> Table:
         (
             name,
             NAMES[kind],
-            f"{found['ratio']['mean']:.2f} ± {found['ratio']['interval']:.2f}",
+            f"{found['ratio']['mean']:.3f} ± {found['ratio']['interval']:.3f}",
             _percent(found["neighbours"]),
         )
         for name, one in numbers.items()

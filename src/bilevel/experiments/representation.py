@@ -109,7 +109,10 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         tables(numbers, settings.map_ways, settings.episodes),
         pictures,
         notes(numbers, settings.map_ways, settings.pictures),
-        {one.data.name: f"{one.data.describe()}, fingerprint {one.data.fingerprint}" for one in subjects},
+        {
+            one.data.name: f"{one.data.describe().partition(': ')[2]}, fingerprint {one.data.fingerprint}"
+            for one in subjects
+        },
     )
 
 
