@@ -216,8 +216,8 @@
       font: { color: colour("--text"), family: "system-ui, sans-serif", size: 13 },
       hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: -1 },
       modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: "rgba(0,0,0,0)" },
-      xaxis: { ...grid, title: { text: axis() === "minutes" ? "minutes" : "hyperiterations" } },
-      yaxis: { ...grid, type: kind === "loss" && $("log-loss").checked ? "log" : "linear",
+      xaxis: { ...grid, autorange: true, title: { text: axis() === "minutes" ? "minutes" : "hyperiterations" } },
+      yaxis: { ...grid, autorange: true, type: kind === "loss" && $("log-loss").checked ? "log" : "linear",
                rangemode: kind === "speed" ? "tozero" : "normal" },
     };
   }
@@ -231,8 +231,12 @@
   function render(chart, keep) {
     const kind = chart.id.replace("chart-", "");
     const layout = frame(kind);
-    if (keep && chart.layout?.xaxis.range && !chart.layout.xaxis.autorange) {
-      layout.xaxis.range = [...chart.layout.xaxis.range];
+    for (const name of ["xaxis", "yaxis"]) {
+      // Automatic axes too: where nothing else has changed, plotly would forget their ranges.
+      const before = keep && chart._fullLayout?.[name];
+      if (before && before.type === (layout[name].type ?? "linear")) {
+        Object.assign(layout[name], { range: [...before.range], autorange: before.autorange });
+      }
     }
     const options = { displaylogo: false, responsive: true, displayModeBar: "hover",
                       modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
