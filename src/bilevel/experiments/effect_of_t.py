@@ -95,6 +95,11 @@ def fit(settings: Settings, data: Data, steps: int | None, begin: Callable[[str]
         callbacks=[look],
         progress=False,
     )
+    if solution.outcome.kind == "diverged":
+        raise bl.DivergenceError(
+            f"T = {label(steps)} with outer_lr={settings.outer_lr:g}: {solution.outcome} Pass a smaller outer_lr; "
+            "fewer classes need one."
+        )
     w, h = finished(solution).inner, solution.outer
     seen.append(right(w, h, data.test))
     accuracies = [round(_share(one), 6) for one in seen]
