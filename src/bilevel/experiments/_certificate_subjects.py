@@ -139,8 +139,8 @@ def head_subject(dataset: str, model: str, l2: float, seed: int) -> Subject:
         float(truth.value),
         trees.map(lambda part: part.clone(), truth.grad),
         bl.Reverse(),
-        "μ = l2 is given; w_λ is Newton's solution of the dual problem, a number per example and class, and ∇f the "
-        "implicit gradient there",
+        "μ = l2 is given and holds everywhere, because cross-entropy is convex; w_λ is Newton's solution of the dual "
+        "problem, a number per example and class, and ∇f the implicit gradient there",
         (source.name, f"{source.describe()}, fingerprint {source.fingerprint}"),
     )
 

@@ -24,7 +24,7 @@ def draw(path: Path, problems: Mapping[str, Any]) -> None:
         grid = figure.subplots(2, len(problems), squeeze=False, sharex="col")
         for column, one in enumerate(problems.values()):
             top, bottom = grid[:, column]
-            titled(top, textwrap.fill(one["problem"], 40), "", "" if column else "distance from the limit")
+            titled(top, textwrap.fill(one["problem"], 44), "", "" if column else "distance from the limit")
             _bounds(top, one)
             titled(bottom, "", "inner steps $T$", "" if column else r"$\|g - \nabla f\|\,/\,\|\nabla f\|$")
             _errors(bottom, one)

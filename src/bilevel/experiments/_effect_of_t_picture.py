@@ -28,7 +28,7 @@ def draw_curves(path: Path, runs: Mapping[str, Any]) -> None:
                 "label": name if name == "exact" else f"$T$ = {name}",
                 "linewidth": 1.8,
             }
-            style |= {"linestyle": (0, (4, 1.5)), "zorder": 4} if name == "exact" else {}
+            style |= {"linestyle": (0, (4, 1.5)), "linewidth": 1.3, "zorder": 4} if name == "exact" else {}
             left.plot(one["value"], **style)
             right.plot(100 * np.array(one["test accuracy"]), **style)
             peak = one["peak"]
@@ -49,12 +49,13 @@ def draw_curves(path: Path, runs: Mapping[str, Any]) -> None:
             axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
             axes.set_xlim(0, last)
             axes.set_xticks([tick for tick in (0, 10, 50, 100, 200, 300, 500, 750, 1000, 2000) if tick <= last])
-        lowest = min(min(one["value"]) for one in runs.values())
-        left.set_ylim(0.9 * lowest, 1.03 * max(one["value"][0] for one in runs.values()))
-        # The accuracies that differ lie close together; the first, low ones of the smallest T may leave the picture.
-        finals = [100 * min(one["test accuracy"][-1], one["test accuracy"][0]) for one in runs.values()]
+        left.set_ylim(
+            0.9 * min(min(one["value"]) for one in runs.values()), 1.03 * max(one["value"][0] for one in runs.values())
+        )
+        # What is to be compared lies close together; low accuracies at the start may leave the picture.
+        lowest = min(100 * one["test accuracy"][-1] for one in runs.values())
         best = max(100 * one["peak"]["accuracy"] for one in runs.values())
-        right.set_ylim(max(0, sorted(finals)[1] - 4), best + 1)
+        right.set_ylim(max(0, lowest - 7), best + 0.7)
         handles, names = left.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), handlelength=2.6)
         right.annotate(

@@ -183,7 +183,7 @@ def _choices(s: Settings, data: Data) -> dict[str, str]:
             "factor on all of them makes the mean squared norm 1 on the training set"
         ),
         "ρ": f"{s.rho:g} in ½‖XHw − Y‖² + ρ/2 ‖w‖², which has the paper's closed form",
-        "outer objective": "mean over the validation set of ‖y − Hᵀx w‖², y a unit vector",
+        "outer objective": "mean over the validation set of ‖y − wᵀHᵀx‖², y a unit vector",
         "inner step size": f"η = {s.step_scale:g}/ν with the ν of H_0, the same for all T and hyperiterations; w_0 = 0",
         "start of H": "the identity",
         "outer optimiser": (
