@@ -201,7 +201,7 @@ def test_a_folder_that_another_run_writes_to(run):
     ("options", "message"),
     [
         (["omniglot-5way"], "no preset 'omniglot-5way'. The presets are omniglot-5way-1shot"),
-        (["glyphs-5way-1shot", "--network", "resnet"], "no network 'resnet'; pass one of c4l, c4l-64, omniglot-net, rn"),
+        (["glyphs-5way-1shot", "--network", "resnet"], "no network 'resnet'; pass one of c4l, c4l-64, omniglot-net"),
         (["glyphs-5way-1shot", "--ways", "2000"], "ways=2000 needs 2000 classes and there are 775"),
         (["glyphs-5way-1shot", "--ways", "200"], "ways=200 needs 200 classes and there are 104"),
         (["glyphs-5way-1shot", "--shots", "10"], "shots=10 with queries=15 needs 25 different ones"),

@@ -10,21 +10,13 @@ import torch
 
 from bilevel import BilevelError
 from bilevel.cli import runs
-from bilevel.data import _scripts, load
 from bilevel.experiments import _glyphs_picture, glyphs
 from bilevel.experiments._plotting import RED
 from bilevel.experiments.base import reproduce
 from bilevel.meta.library import find
 from bilevel.training.folder import read_metrics
+from few_scripts import drawn
 
-# Drawing all of Glyphs takes half a minute; these scripts take seconds.
-FEW = {
-    "greek": ("train", ((0x391, 0x3C9),)),
-    "hebrew": ("test", ((0x5D0, 0x5EA),)),
-    "lao": ("val", ((0xE81, 0xE9A),)),
-    "latin": ("train", ((0x61, 0x7A),)),
-    "cyrillic": ("train", ((0x410, 0x42F),)),
-}
 # A real training, but a short one.
 SHORT = {"iterations": "150", "looks": "2", "look_episodes": "20", "validation_episodes": "20", "test_episodes": "60"}
 TINY = {**SHORT, "iterations": "2", "test_episodes": "4", "validation_episodes": "3", "step_sizes": "0.1,0.3"}
@@ -32,10 +24,8 @@ TINY = {**SHORT, "iterations": "2", "test_episodes": "4", "validation_episodes":
 
 @pytest.fixture(scope="module", autouse=True)
 def few_scripts(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scripts, "SCRIPTS", FEW)
-        patch.setenv("BILEVEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield load("glyphs", progress=False)
+    with drawn(tmp_path_factory.mktemp("cache")) as data:
+        yield data
 
 
 @pytest.fixture(scope="module")

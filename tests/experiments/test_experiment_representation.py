@@ -10,30 +10,20 @@ import pytest
 import torch
 
 from bilevel import BilevelError
-from bilevel.data import _scripts, load
 from bilevel.experiments import _class_names, _representation_picture, representation
 from bilevel.experiments.base import reproduce, single_precision
 from bilevel.meta import library
 from bilevel.meta.settings import Settings as Training
 from bilevel.meta.training import FewShotTraining
+from few_scripts import drawn
 
-# Drawing all of Glyphs takes half a minute; these scripts take seconds.
-FEW = {
-    "greek": ("train", ((0x391, 0x3C9),)),
-    "hebrew": ("test", ((0x5D0, 0x5EA),)),
-    "lao": ("val", ((0xE81, 0xE9A),)),
-    "latin": ("train", ((0x61, 0x7A),)),
-    "cyrillic": ("train", ((0x410, 0x42F),)),
-}
 TRAINING = Training(dataset="glyphs", queries=5, meta_batch=2, lr=0.002, average=0.99, iterations=100)
 
 
 @pytest.fixture(scope="module")
 def glyphs(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scripts, "SCRIPTS", FEW)
-        patch.setenv("BILEVEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield load("glyphs", progress=False)
+    with drawn(tmp_path_factory.mktemp("cache")) as data:
+        yield data
 
 
 @pytest.fixture(scope="module")

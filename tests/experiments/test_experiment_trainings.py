@@ -1,0 +1,237 @@
+"""Table 4 and Figure 6: six variants and four numbers of inner steps, trained for real on a few scripts of Glyphs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bilevel import BilevelError
+from bilevel.experiments import _trainings, validate_t, variants
+from bilevel.experiments._trainings import Judged, Trained
+from bilevel.experiments.base import reproduce
+from bilevel.meta.settings import Settings as Training
+from few_scripts import drawn
+
+SHORT = {"iterations": "60", "looks": "3", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
+TINY = {"iterations": "4", "looks": "2", "look_episodes": "4", "validation_episodes": "4", "test_episodes": "4"}
+STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1,4"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def glyphs(tmp_path_factory):
+    with drawn(tmp_path_factory.mktemp("cache")) as data:
+        yield data
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    return reproduce("variants", SHORT, quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return reproduce("validate-t", quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
+
+
+def test_every_variant_learns_and_is_judged(six):
+    result, _ = six
+    rows = result.numbers["glyphs"]
+    assert list(rows) == list(variants.PRINTED)
+    for name, row in rows.items():
+        first, best = row["curve"][0][1], max(point[1] for point in row["curve"])
+        assert [point[0] for point in row["curve"]] == [0, 20, 40, 60] and 0 < row["interval"] < 0.1
+        # A softmax over a hundred classes has hardly begun after 60 steps.
+        assert best > first + 0.1 or name == "multiclass"
+        assert row["accuracy"] > 0.3  # chance is 0.2
+    assert rows["hyper-representation"]["accuracy"] > rows["multiclass"]["accuracy"]
+
+
+def test_all_start_alike_but_for_what_makes_them_different(six):
+    starts = {name: row["curve"][0][1] for name, row in six[0].numbers["glyphs"].items() if name != "multiclass"}
+    assert len(set(starts.values())) == 1
+    ends = {name: row["curve"][-1][1:] for name, row in six[0].numbers["glyphs"].items()}
+    assert len({tuple(end) for end in ends.values()}) == len(ends)
+
+
+def test_a_hyperiteration_has_as_many_images_whatever_the_variant():
+    for dataset in _trainings.PROBLEMS:
+        sizes = set()
+        for variant in variants.PRINTED:
+            training = variants.training_of(variants.Settings(), dataset, variant, 100)
+            shots = training.train_shots or training.shots
+            sizes.add(training.ways * (shots + (training.queries if training.outer == "query" else 0)))
+        assert len(sizes) == 1
+    wide = variants.training_of(variants.Settings(), "miniimagenet", "multiclass", 100)
+    assert (wide.network, wide.iterations) == ("c4l-64", 30)
+
+
+def test_the_order_is_said_in_words_and_follows_from_the_numbers(six):
+    result, record = six
+    first, second = result.tables
+    assert [row[0] for row in first.rows] == list(variants.PRINTED) and all(row[1] == "–" for row in first.rows)
+    for row in second.rows:
+        better, worse = row[0].split(" > ")
+        one, other = (result.numbers["glyphs"][name] for name in (better, worse))
+        gap = one["accuracy"] - other["accuracy"]
+        width = (one["interval"] ** 2 + other["interval"] ** 2) ** 0.5
+        assert row[2] == f"{100 * gap:+.2f} ± {100 * width:.2f}" and row[3] == variants.verdict(gap, width)
+    words = result.notes[0]
+    order = words.partition("is ")[2].partition(".")[0].split(" > ")
+    accuracies = [result.numbers["glyphs"][name]["accuracy"] for name in order]
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert "splitting episodes" in words and "the full hypergradient matters is" in words
+    written = json.loads((record.folder / "result.json").read_text(encoding="utf-8"))
+    assert set(written["times"]["glyphs"]) == set(variants.PRINTED) and "fingerprint" in written["data"]["glyphs"]
+    for run in written["runs"]:
+        assert (record.folder / run / "config.json").exists()
+    assert (record.folder / "variants.png").stat().st_size > 20_000
+
+
+def test_a_second_run_reads_the_trainings_and_finds_the_same(six, tmp_path, monkeypatch):
+    result, record = six
+    monkeypatch.setattr(
+        "bilevel.meta.training.FewShotTraining.step", lambda *arguments: pytest.fail("it was trained again")
+    )
+    again, _ = reproduce("variants", SHORT, quick=True, out=record.folder.parent, progress=False)
+    assert again.numbers == result.numbers
+    with pytest.raises(BilevelError, match=r"average: 0\.99 there, 0\.5 here"):
+        reproduce("variants", SHORT | {"average": "0.5"}, quick=True, out=record.folder.parent, progress=False)
+
+
+def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
+    options = TINY | {"variants": "hyper-representation,classic-train"}
+    runs = []
+    for number, (seed, dtype) in enumerate((("0", torch.float64), ("0", torch.float32), ("1", torch.float64))):
+        torch.set_default_dtype(dtype)
+        out = tmp_path / str(number)
+        runs.append(reproduce("variants", options | {"seed": seed}, quick=True, out=out, progress=False)[0].numbers)
+    assert runs[0] == runs[1] and runs[0] != runs[2]
+
+
+def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(tmp_path, monkeypatch):
+    options = TINY | {"variants": "hyper-representation"}
+    whole = reproduce("variants", options, quick=True, out=tmp_path / "whole", progress=False)[0].numbers
+    step = variants.FewShotTraining.step
+
+    def dies(job, iteration, stop):
+        if iteration == 3:
+            raise KeyboardInterrupt
+        return step(job, iteration, stop)
+
+    monkeypatch.setattr(variants.FewShotTraining, "step", dies)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce("variants", options, quick=True, out=tmp_path / "killed", progress=False)
+    monkeypatch.undo()
+    again = reproduce("variants", options, quick=True, out=tmp_path / "killed", progress=False)[0].numbers
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("variants", "datasets", "mnist"),
+        ("variants", "datasets", ""),
+        ("variants", "iterations", "3,4"),
+        ("variants", "variants", "maml"),
+        ("variants", "looks", "100"),
+        ("variants", "step_factors", "0"),
+        ("variants", "test_episodes", "1"),
+        ("variants", "steps", "0"),
+        ("validate-t", "steps", "0,1"),
+        ("validate-t", "steps", "3,3"),
+        ("validate-t", "patience", "0"),
+        ("validate-t", "validate_every", "0"),
+        ("validate-t", "validation_episodes", "1"),
+    ],
+)
+def test_senseless_settings_are_refused_before_any_work(tmp_path, monkeypatch, name, key, value):
+    for module in (variants, validate_t):
+        monkeypatch.setattr(module, "open_all", lambda names: pytest.fail("the run began"))
+    with pytest.raises(BilevelError, match=f"{key}="):
+        reproduce(name, {key: value}, quick=True, out=tmp_path, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------- Figure 6
+
+
+def test_more_inner_steps_from_one_start(four):
+    rows = four[0].numbers["glyphs"]
+    assert list(rows) == ["3", "5", "8", "12"]
+    for row in rows.values():
+        assert row["curve"][-1][0] == row["ended after"] and row["best"] > row["curve"][0][1] + 0.1
+        assert row["best"] == max(point[1] for point in row["curve"])
+        assert row["stopped early"] == (row["ended after"] < 60)
+    assert (four[1].folder / "validate-t.png").stat().st_size > 20_000
+
+
+def test_early_stopping_ends_a_training_and_the_table_says_where(tmp_path):
+    result, _ = reproduce("validate-t", STOPS, quick=True, out=tmp_path, progress=False)
+    rows = result.numbers["glyphs"]
+    assert any(row["stopped early"] for row in rows.values())
+    for row, line in zip(rows.values(), result.tables[0].rows, strict=True):
+        assert line[2].startswith(f"{row['ended after']:,}") and ("not stopped" in line[2]) != row["stopped early"]
+        if row["stopped early"]:
+            assert row["ended after"] == row["best after"] + 4
+
+
+def curve(steps, iterations, most, score):
+    return Trained(
+        None, Training(steps=steps, iterations=most), "", iterations, 2, 0.0, [(0, 0.2, 0.1), (2, score, 0.01)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((9, 7, 5), "Larger T stop earlier, as the paper found"),
+        ((9, 5, 7), "not every step is downwards"),
+        ((5, 7, 9), "unlike in the paper"),
+        ((9, 10, 5), "T = 5 were not stopped"),
+    ],
+)
+def test_what_the_ends_say(ends, words):
+    rows = {
+        steps: curve(steps, end, 10, score)
+        for steps, end, score in zip((3, 5, 8), ends, (0.5, 0.6, 0.595), strict=True)
+    }
+    text = validate_t.in_words("glyphs", rows)
+    assert words in text and "T = 5 is best" in text and "T = 8 came within" in text
+
+
+# ------------------------------------------------------------------------------------------------- judging
+
+
+def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
+    torch.set_default_dtype(torch.float32)
+    settings = replace(_trainings.PROBLEMS["glyphs"], steps=3)
+    learner = _trainings.FewShotTraining(settings, glyphs).learner
+    trained = Trained(learner, settings, "", 0, 0, 0.0, [])
+    found = {size: _trainings.judge_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
+    both = _trainings.judge_with_steps(trained, glyphs, list(found), 10, 4)
+    best = max(found, key=lambda size: found[size].validation)
+    assert both == found[best] and found[1e4].accuracy > 0.25  # bounded by 1/ν
+
+
+def test_differences_add_their_intervals_in_quadrature():
+    gap, width = _trainings.differ(Judged(0.1, 0.5, 0.6, 0.03), Judged(0.1, 0.5, 0.5, 0.04))
+    assert gap == pytest.approx(0.1) and width == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", ["variants", "validate-t"])
+def test_on_real_data(real, tmp_path, monkeypatch, name):
+    real("omniglot/images_background.zip", "miniimagenet/images.zip")
+    for key, value in list(_trainings.PROBLEMS.items()):
+        monkeypatch.setitem(_trainings.PROBLEMS, key, replace(value, meta_batch=1, ways=2))
+    monkeypatch.setitem(validate_t.CHANGES, "omniglot", {})
+    only = {
+        "variants": {**TINY, "looks": "1", "variants": "hyper-representation,multiclass"},
+        "validate-t": {"validate_every": "1,1", "steps": "1,2", "validation_episodes": "4"},
+    }
+    options = {**only[name], "datasets": "omniglot,miniimagenet", "iterations": "2,2"}
+    result, _ = reproduce(name, options, quick=True, out=tmp_path, progress=False)
+    assert list(result.numbers) == ["omniglot", "miniimagenet"]
+    if name == "variants":
+        paper = next(table for table in result.tables if table.title.startswith("miniimagenet 2"))
+        assert [row[1] for row in paper.rows] == ["47.51", "43.02"]

@@ -1,0 +1,24 @@
+"""A part of Glyphs: drawing all of it takes half a minute, these scripts take seconds."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from bilevel.data import _scripts, load
+
+FEW = {
+    "greek": ("train", ((0x391, 0x3C9),)),
+    "hebrew": ("test", ((0x5D0, 0x5EA),)),
+    "lao": ("val", ((0xE81, 0xE9A),)),
+    "latin": ("train", ((0x61, 0x7A),)),
+    "cyrillic": ("train", ((0x410, 0x42F),)),
+}
+
+
+@contextmanager
+def drawn(folder):
+    """Inside the block `load("glyphs")` has these scripts only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scripts, "SCRIPTS", FEW)
+        patch.setenv("BILEVEL_CACHE", str(folder))
+        yield load("glyphs", progress=False)
