@@ -36,7 +36,7 @@ class Settings:
     iterations: tuple[int, ...] = (6000, 200)
     validate_every: tuple[int, ...] = (200, 50)
     validation_episodes: int = 100
-    patience: int = 6
+    patience: int = 4
 
 
 QUICK: dict[str, Any] = {
