@@ -80,6 +80,10 @@ def test_the_curves_are_drawn_of_every_run(page):
         assert paths.count() == 3 * each
         assert all("L" in (paths.nth(i).get_attribute("d") or "") for i in range(3 * each))
     assert page.locator("#chart-accuracy .js-fill").count() == 3
+    page.get_by_role("checkbox", name="95 % intervals").uncheck()
+    assert page.locator("#chart-accuracy .js-fill").count() == 0
+    assert page.locator("#chart-accuracy .scatterlayer .js-line").count() == 3
+    page.get_by_role("checkbox", name="95 % intervals").check()
     assert page.locator("#chart-accuracy").evaluate("chart => chart.data[1].y.at(-1)") == pytest.approx(80)
     assert page.locator("#training tbody tr").count() == 3
     assert "80.00 % ± 2.00 %" in page.locator("#training tbody").inner_text().replace("\N{NO-BREAK SPACE}", " ")

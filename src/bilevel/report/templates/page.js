@@ -225,7 +225,7 @@
     const tint = runColour(trace.meta.run);
     const line = { ...trace.line, color: tint };
     const look = { ...trace, x: trace.meta[axis()], visible: picked(trace.meta.run), line };
-    if (trace.meta.part === "band") return { ...look, fillcolor: tint + "30" };
+    if (trace.meta.part === "band") return { ...look, visible: look.visible && $("bands").checked, fillcolor: tint + "30" };
     return { ...look, marker: { ...trace.marker, color: tint } };
   }
   function render(chart, keep) {
