@@ -1,6 +1,10 @@
 """Table 4 and Figure 6: six variants and four numbers of inner steps, trained for real on a few scripts of Glyphs."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -235,3 +239,17 @@ def test_on_real_data(real, tmp_path, monkeypatch, name):
     if name == "variants":
         paper = next(table for table in result.tables if table.title.startswith("miniimagenet 2"))
         assert [row[1] for row in paper.rows] == ["47.51", "43.02"]
+
+
+def test_ctrl_c_saves_the_training_and_says_how_to_go_on(tmp_path):
+    command = [sys.executable, "-m", "bilevel", "run", "variants", "--quick", "--out", str(tmp_path)]
+    command += ["--set", "iterations=2000", "--set", "variants=hyper-representation"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    checkpoints = tmp_path / "variants" / "runs" / "glyphs-hyper-representation" / "metrics.jsonl"
+    while process.poll() is None and not (checkpoints.exists() and '"loss"' in checkpoints.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate()[1]
+    assert process.returncode == 130, told
+    assert "The training is saved in" in told and "the same command goes on" in told
+    assert list((checkpoints.parent / "checkpoints").iterdir())

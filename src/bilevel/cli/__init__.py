@@ -77,8 +77,9 @@ def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..
                 raise
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("Interrupted. Nothing was written; earlier results are as they were.", err=True)
+        except KeyboardInterrupt as stop:
+            kept = str(stop) or "Nothing was written; earlier results are as they were."
+            typer.echo(f"Interrupted. {kept}", err=True)
             raise typer.Exit(130) from None
 
     return call

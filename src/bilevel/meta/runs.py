@@ -85,5 +85,5 @@ def train_in(path: Path, job: FewShotTraining, command: str, title: str, progres
         run = Run(job, folder, schedule(job.settings), report=lambda message: print(message, file=sys.stderr))
         ending = run.go(progress=sys.stderr.isatty() if progress is None else progress, title=title)
     if ending.outcome.kind == "interrupted":
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"The training is saved in {path}; the same command goes on with it.")
     return ending
