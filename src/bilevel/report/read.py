@@ -16,6 +16,9 @@ from bilevel.meta.library import PREFIX, zoo
 # Where to look when nothing is named; the last one holds results that are kept with a source tree.
 PLACES, KEPT = ("results", "runs"), "docs/results"
 
+# What a point of the curve in a model's card is made of.
+LOOK = ("iteration", "score", "interval")
+
 # The fields of a result.json and their types, with what to take where one is missing; None: it must be there.
 FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "experiment": (str, None),
@@ -111,7 +114,9 @@ def _take(spec: str, found: Found) -> None:
         name = spec.removeprefix(PREFIX)
         if name not in zoo():
             raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo())}.")
-        found.runs.append(FoundRun(spec, zoo()[name], []))
+        card = zoo()[name]
+        looks = [dict(zip(LOOK, point, strict=True)) for point in card.get("curve", [])]
+        found.runs.append(FoundRun(spec, card, looks))
     elif path.is_file():
         _take_file(path, found)
     elif path.is_dir():
