@@ -161,8 +161,8 @@ def head_minimiser(features: Tensor, labels: Tensor, ways: int, l2: float) -> Te
 
     best = float(residual(a).norm())
     for _ in range(100):
-        jacobian = torch.autograd.functional.jacobian(residual, a).reshape(a.numel(), a.numel())
-        step = torch.linalg.solve(jacobian, residual(a).flatten()).view_as(a)
+        jacobian: Tensor = torch.autograd.functional.jacobian(residual, a)  # type: ignore[no-untyped-call]
+        step = torch.linalg.solve(jacobian.reshape(a.numel(), -1), residual(a).flatten()).view_as(a)
         length = 1.0
         while length > 1e-6 and not float(residual(a - length * step).norm()) < best:
             length /= 2

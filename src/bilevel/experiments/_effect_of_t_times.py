@@ -91,7 +91,7 @@ def _summary(
             }
             for t in steps
         }
-    summary["line"] = line(list(steps), [seconds["Reverse", "", t] for t in steps]) if len(steps) > 1 else None
+    summary["line"] = line(list(steps), [seconds["Reverse", "", t] for t in steps]) if len(steps) > 2 else None
     summary["size of H"] = [
         {
             "rows": height,

@@ -107,9 +107,11 @@ def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int
         features = [trained.learner.represent(trained.learner.lam, part)[:, :-1].double() for part in images]
     scale = features[0].square().sum(1).mean().rsqrt()
     labels = [torch.arange(classes).repeat_interleave(each) for each in sizes]
-    sets = [(x * scale, F.one_hot(y, classes).double()) for x, y in zip(features, labels, strict=True)]
+    known, checked, asked = ((x * scale, F.one_hot(y, classes).double()) for x, y in zip(features, labels, strict=True))
     return Data(
-        *sets,
+        known,
+        checked,
+        asked,
         name=source.name,
         description=f"{source.describe()}, fingerprint {source.fingerprint}",
         batch_norm=f"episode: {MEANING['episode']}",

@@ -7,7 +7,6 @@ head of a few-shot episode, whose minimisers are found by other means than the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -103,20 +102,18 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     s = settings
     _check(s)
     keep_freed_memory()
-    builders: list[Callable[[], Subject]] = [
-        lambda: ridge_subject(s.seed, s.log_penalty),
-        lambda: feature_map_subject(s.dataset, s.model, s.classes, s.rho, s.seed),
-        lambda: head_subject(s.dataset, s.model, s.l2, s.seed),
+    subjects = [
+        ridge_subject(s.seed, s.log_penalty),
+        feature_map_subject(s.dataset, s.model, s.classes, s.rho, s.seed),
+        head_subject(s.dataset, s.model, s.l2, s.seed),
     ]
-    subjects: list[Subject] = []
     looks: list[list[Look]] = []
-    with one_thread(), counter("certificates", len(builders) * len(s.steps), progress) as begin:
-        for build in builders:
-            subjects.append(build())
+    with one_thread(), counter("certificates", len(subjects) * len(s.steps), progress) as begin:
+        for subject in subjects:
             looks.append([])
             for steps in s.steps:
-                begin(f"{subjects[-1].name}, T = {steps}")
-                looks[-1].append(look(subjects[-1], steps, s.truncated))
+                begin(f"{subject.name}, T = {steps}")
+                looks[-1].append(look(subject, steps, s.truncated))
     numbers = {one.name: _numbers(one, found) for one, found in zip(subjects, looks, strict=True)}
     draw(out / "certificates.png", numbers)
     tables = [
