@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from bilevel import BilevelError
-from bilevel.data import ImageDataset
 from bilevel.meta.classic import ClassicTraining
 from bilevel.meta.multiclass import MulticlassTraining
 from bilevel.meta.runs import enter, train_in
@@ -22,16 +21,6 @@ from bilevel.training.folder import RunFolder
 
 SMALL = Settings(ways=3, shots=1, queries=2, meta_batch=2, validation_episodes=4, steps=3, step_bound=0, decay=0)
 TRAIN = replace(SMALL, outer="support", train_shots=4)
-
-
-@pytest.fixture(scope="module")
-def data():
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(18), 6)
-    styles = rng.integers(0, 256, (18, 16, 16, 1))
-    images = np.clip(styles[labels] + rng.integers(-60, 60, (len(labels), 16, 16, 1)), 0, 255).astype(np.uint8)
-    splits = {"train": range(8), "val": range(8, 13), "test": range(13, 18)}
-    return ImageDataset("noise", images, labels, tuple(f"class {k}" for k in range(18)), splits, fingerprint="noise")
 
 
 def features(job, lam, images):

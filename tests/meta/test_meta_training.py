@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from bilevel import BilevelError, certify
-from bilevel.data import ImageDataset
 from bilevel.meta.evaluation import Score, judge
 from bilevel.meta.presets import PRESETS, preset
 from bilevel.meta.settings import Settings
@@ -25,16 +24,6 @@ SMALL = Settings(
 def single_precision():
     """What episodes and trainings are in."""
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture(scope="module")
-def data():
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(18), 6)
-    styles = rng.integers(0, 256, (18, 16, 16, 1))
-    images = np.clip(styles[labels] + rng.integers(-60, 60, (len(labels), 16, 16, 1)), 0, 255).astype(np.uint8)
-    splits = {"train": range(8), "val": range(8, 13), "test": range(13, 18)}
-    return ImageDataset("noise", images, labels, tuple(f"class {k}" for k in range(18)), splits)
 
 
 def same(one, other):
