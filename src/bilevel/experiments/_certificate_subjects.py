@@ -11,7 +11,7 @@ import bilevel as bl
 from bilevel import trees
 from bilevel.experiments import ridge
 from bilevel.experiments._feature_map import draw_data, feature_map, minimiser
-from bilevel.experiments.base import single_precision
+from bilevel.experiments.base import described, single_precision
 from bilevel.meta import library
 from bilevel.meta.training import episodes, open_data
 from bilevel.trees import Tree
@@ -141,7 +141,7 @@ def head_subject(dataset: str, model: str, l2: float, seed: int) -> Subject:
         bl.Reverse(),
         "μ = l2 is given and holds everywhere, because cross-entropy is convex; w_λ is Newton's solution of the dual "
         "problem, a number per example and class, and ∇f the implicit gradient there",
-        (source.name, f"{source.describe()}, fingerprint {source.fingerprint}"),
+        (source.name, described(source)),
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bilevel as bl
-from bilevel.experiments.base import single_precision
+from bilevel.experiments.base import described, single_precision
 from bilevel.meta import library
 from bilevel.meta.training import open_data
 from bilevel.models.batch_norm import MEANING
@@ -113,6 +113,6 @@ def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int
         checked,
         asked,
         name=source.name,
-        description=f"{source.describe()}, fingerprint {source.fingerprint}",
+        description=described(source),
         batch_norm=f"episode: {MEANING['episode']}",
     )

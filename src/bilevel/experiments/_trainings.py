@@ -64,11 +64,6 @@ def open_all(names: Sequence[str]) -> dict[str, ImageDataset]:
     return {name: open_data(PROBLEMS[name]) for name in names}
 
 
-def described(data: ImageDataset) -> str:
-    """For a result's record."""
-    return f"{data.describe().partition(': ')[2]}, fingerprint {data.fingerprint[:16]}"
-
-
 def train(
     path: Path,
     settings: Training,

@@ -27,6 +27,7 @@ from bilevel.experiments.overrides import apply, as_options
 from bilevel.experiments.records import Record, machine, staging
 
 if TYPE_CHECKING:
+    from bilevel.data import ImageDataset
     from bilevel.outer_loop import Solution
 
 
@@ -132,6 +133,11 @@ def reproduce(
 def kept(out: Path) -> Path:
     """Where an experiment keeps its trainings, beside the files it publishes: they go on where they were killed."""
     return out.parent / "runs"
+
+
+def described(data: ImageDataset) -> str:
+    """A data set as a result's record has it."""
+    return f"{data.describe().partition(': ')[2]}, fingerprint {data.fingerprint}"
 
 
 def finished(solution: Solution) -> Solution:

@@ -12,8 +12,7 @@ from typing import Any
 
 from bilevel.data import ImageDataset
 from bilevel.experiments._few_shot_picture import draw
-from bilevel.experiments._trainings import described
-from bilevel.experiments.base import Result, Table, counter, one_thread, require, single_precision
+from bilevel.experiments.base import Result, Table, counter, described, one_thread, require, single_precision
 from bilevel.meta import library
 from bilevel.meta.evaluation import GROUP, Final, choose_and_test
 from bilevel.meta.presets import PRESETS, preset

@@ -24,7 +24,7 @@ from bilevel.experiments._class_names import called, kin
 from bilevel.experiments._representation_measures import Separation, distances, extremes, flatten, separation
 from bilevel.experiments._representation_picture import Map, Pair, draw_maps, draw_pairs
 from bilevel.experiments._representation_tables import NAMES, notes, spread, tables
-from bilevel.experiments.base import Result, counter, one_thread, require, single_precision
+from bilevel.experiments.base import Result, counter, described, one_thread, require, single_precision
 from bilevel.meta import library
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.training import episodes, new_learner, open_data
@@ -109,10 +109,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         tables(numbers, settings.map_ways, settings.episodes),
         pictures,
         notes(numbers, settings.map_ways, settings.pictures),
-        {
-            one.data.name: f"{one.data.describe().partition(': ')[2]}, fingerprint {one.data.fingerprint}"
-            for one in subjects
-        },
+        {one.data.name: described(one.data) for one in subjects},
     )
 
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bilevel.experiments._trainings import PROBLEMS, Trained, check_datasets, described, open_all, train
+from bilevel.experiments._trainings import PROBLEMS, Trained, check_datasets, open_all, train
 from bilevel.experiments._validate_t_picture import draw
-from bilevel.experiments.base import Result, Table, kept, one_thread, require, single_precision
+from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
 from bilevel.meta.settings import Settings as Training
 from bilevel.models.batch_norm import MEANING
 

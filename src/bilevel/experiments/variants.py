@@ -20,14 +20,13 @@ from bilevel.experiments._trainings import (
     Judged,
     Trained,
     check_datasets,
-    described,
     differ,
     judge_with_steps,
     open_all,
     train,
 )
 from bilevel.experiments._variants_picture import draw
-from bilevel.experiments.base import Result, Table, kept, one_thread, require, single_precision
+from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
 from bilevel.meta.classic import ClassicTraining
 from bilevel.meta.multiclass import MulticlassTraining
 from bilevel.meta.settings import Settings as Training
