@@ -33,8 +33,8 @@ class Settings:
     seed: int = 0
     datasets: tuple[str, ...] = ("omniglot", "miniimagenet")
     steps: tuple[int, ...] = tuple(PRINTED)
-    iterations: tuple[int, ...] = (6000, 200)
-    validate_every: tuple[int, ...] = (200, 50)
+    iterations: tuple[int, ...] = (12_000, 100)
+    validate_every: tuple[int, ...] = (200, 25)
     validation_episodes: int = 100
     patience: int = 4
 
