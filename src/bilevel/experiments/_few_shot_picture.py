@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bilevel.experiments._plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, picture, titled
+from bilevel.experiments._plotting import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    legend_below,
+    picture,
+    titled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +52,7 @@ def _rows(axes: Axes, numbers: Mapping[str, Mapping[str, Any]]) -> None:
     axes.errorbar([], [], fmt="o", color=BLUE, label="ours")
     axes.set_yticks(places, list(numbers))
     axes.set_ylim(-0.6, len(numbers) - 0.4)
-    axes.legend(loc="lower left")
+    legend_below(axes)
 
 
 def _curves(axes: Axes, curves: Mapping[str, Any]) -> None:
@@ -50,4 +62,4 @@ def _curves(axes: Axes, curves: Mapping[str, Any]) -> None:
         axes.plot(at, [100 * point[1] for point in points], color=colour, marker="o", markersize=3, label=name)
         low, high = ([100 * (point[1] + sign * point[2]) for point in points] for sign in (-1, 1))
         axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.legend(loc="best")
+    legend_below(axes)
