@@ -196,8 +196,8 @@ def _choices(s: Settings, data: Data) -> dict[str, str]:
         "accuracy": "of w_T at the current H, by the largest of the outputs",
         "precision": "float64; the network ran in float32",
         "time": (
-            f"processor seconds of one thread for f_T and ∇f_T at H_0, medians of {s.repeats} rounds in which "
-            "everything is measured in turn; the paper's are seconds of a whole run on a GPU"
+            f"processor seconds of one thread for f_T and ∇f_T at H_0, the least of {s.repeats} rounds in "
+            "which everything is measured in turn; the paper's are seconds of a whole run on a GPU"
         ),
     }
 
