@@ -43,10 +43,10 @@ class Hyperiteration:
 def measure(
     data: Data, rho: float, lr: float, steps: Sequence[int], heights: Sequence[int], repeats: int, begin: Any
 ) -> dict[str, Any]:
-    """The least of `repeats` measurements, everything taken in turn so that a slow minute of the machine hits all alike.
+    """The least of `repeats` measurements, all taken in turn so that a slow minute of the machine hits all alike.
 
     Processor time of this thread, not time on the wall. Other programs can still take its caches away, which only ever
-    adds to a time: on a busy machine the least ones of two runs agreed within 2 %, their medians within 15 %.
+    adds to a time: on a busy machine the least ratios of two runs agreed within 3 %, those of medians within 15 %.
     """
     whole = Hyperiteration(data, rho, lr)
     sized = {height: Hyperiteration(data, rho, lr, height) for height in heights}
