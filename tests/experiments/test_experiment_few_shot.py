@@ -10,7 +10,7 @@ from bilevel.experiments import few_shot
 from bilevel.experiments.base import reproduce
 from bilevel.meta import library
 from bilevel.meta.evaluation import judge
-from bilevel.meta.presets import preset
+from bilevel.meta.presets import PRESETS, preset
 from bilevel.meta.training import episodes, open_data
 from bilevel.training.files import write_json, write_tensors
 
@@ -35,7 +35,7 @@ def a_run(path, name="omniglot-5way-5shot"):
 
 
 def test_rows_are_presets_and_the_zoo_serves_the_small_networks():
-    assert set(few_shot.PRINTED) <= set(few_shot.PRESETS)
+    assert set(few_shot.PRINTED) <= set(PRESETS)
     for name in few_shot.PRINTED:
         found = few_shot.find_model(name, library.ZOO / "nowhere")
         assert (found is None) == (name not in library.zoo())
@@ -83,6 +83,19 @@ def test_the_table(omniglot, tmp_path, monkeypatch):
     assert again.numbers == result.numbers
 
 
+def test_every_row_is_judged_on_its_own_split_of_classes(omniglot, tmp_path):
+    a_run(tmp_path / "omniglot-5way-5shot")
+    config = json.loads((tmp_path / "omniglot-5way-5shot" / "config.json").read_text())
+    config["settings"]["seed"] = 1
+    write_json(tmp_path / "omniglot-5way-5shot" / "config.json", config)
+    options = {"runs": str(tmp_path), "episodes": "4", "most_steps": "2"}
+    rows = "omniglot-5way-1shot,omniglot-5way-5shot"
+    both = reproduce("few-shot", options | {"rows": rows}, out=tmp_path / "both", progress=False)[0].numbers
+    for name in rows.split(","):
+        alone = reproduce("few-shot", options | {"rows": name}, out=tmp_path / name, progress=False)[0].numbers
+        assert alone[name] == both[name]
+
+
 def test_quick(omniglot, tmp_path):
     result, _ = reproduce("few-shot", {"episodes": "4", "most_steps": "2"}, quick=True, out=tmp_path, progress=False)
     assert [row[2] == "not trained yet" for row in result.tables[0].rows] == [False, False, True]
@@ -97,7 +110,9 @@ def test_a_model_of_something_else_is_refused(omniglot, tmp_path):
     shutil.rmtree(tmp_path / "miniimagenet-c4l-1shot")
 
 
-@pytest.mark.parametrize(("key", "value"), [("rows", "mnist"), ("rows", ""), ("episodes", "1"), ("most_steps", "0")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("rows", "mnist"), ("rows", ""), ("episodes", "1"), ("most_steps", "0"), ("runs", "nowhere")]
+)
 def test_senseless_settings_are_refused_before_any_work(tmp_path, monkeypatch, key, value):
     monkeypatch.setattr(few_shot, "find_model", lambda *arguments: pytest.fail("the run began"))
     with pytest.raises(BilevelError, match=f"{key}="):

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from bilevel import BilevelError
+from bilevel.errors import DivergenceError
 from bilevel.experiments import _trainings, validate_t, variants
 from bilevel.experiments._trainings import Judged, Trained
 from bilevel.experiments.base import reproduce
+from bilevel.meta.runs import train_in
 from bilevel.meta.settings import Settings as Training
+from bilevel.meta.training import open_data
 from few_scripts import drawn
 
 SHORT = {"iterations": "60", "looks": "3", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
@@ -131,6 +134,34 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_numbers(tmp_path, monk
     assert again == whole
 
 
+def test_a_result_is_that_of_its_settings_and_not_of_what_lay_there(tmp_path):
+    options = TINY | {"variants": "classic-train"}
+    reproduce("variants", options, quick=True, out=tmp_path, progress=False)
+    path = tmp_path / "variants" / "runs" / "glyphs-classic-train"
+    config = json.loads((path / "config.json").read_text())
+    assert config["kind"] == "ClassicTraining" and "--set variants=classic-train" in config["command"]
+    for change, words in (
+        ({"iterations": "2", "looks": "1"}, "has 4 hyperiterations already, and iterations=2"),
+        ({"look_episodes": "5"}, "was validated otherwise: validation_episodes: 4 there, 5 here"),
+    ):
+        with pytest.raises(BilevelError, match=words):
+            reproduce("variants", options | change, quick=True, out=tmp_path, progress=False)
+    # Bilevel-train has the same settings, and must not go on with what Classic began.
+    with pytest.raises(BilevelError, match="kind: ClassicTraining there, FewShotTraining here"):
+        training = Training.of(config["settings"])
+        train_in(path, variants.FewShotTraining(training, open_data(training)), "", "x", progress=False)
+
+
+def test_a_training_that_diverges_is_no_result(tmp_path, monkeypatch):
+    def breaks(job, iteration, stop):
+        raise DivergenceError("The inner loss is not finite.")
+
+    monkeypatch.setattr(variants.FewShotTraining, "step", breaks)
+    with pytest.raises(DivergenceError, match="glyphs-T3: Stopped in hyperiteration 1"):
+        reproduce("validate-t", quick=True, out=tmp_path, progress=False)
+    assert not (tmp_path / "validate-t" / "result.json").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
@@ -181,9 +212,8 @@ def test_early_stopping_ends_a_training_and_the_table_says_where(tmp_path):
 
 
 def curve(steps, iterations, most, score):
-    return Trained(
-        None, Training(steps=steps, iterations=most), "", iterations, 2, 0.0, [(0, 0.2, 0.1), (2, score, 0.01)]
-    )
+    training, points = Training(steps=steps, iterations=most), [(0, 0.2, 0.1), (2, score, 0.01)]
+    return Trained(None, training, iterations < most, iterations, 2, 0.0, points)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +223,7 @@ def curve(steps, iterations, most, score):
         ((9, 5, 7), "not every step is downwards"),
         ((5, 7, 9), "unlike in the paper"),
         ((9, 10, 5), "T = 5 were not stopped"),
+        ((7, 7, 7), "All stop alike"),
     ],
 )
 def test_what_the_ends_say(ends, words):
@@ -211,7 +242,7 @@ def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
     torch.set_default_dtype(torch.float32)
     settings = replace(_trainings.PROBLEMS["glyphs"], steps=3)
     learner = _trainings.FewShotTraining(settings, glyphs).learner
-    trained = Trained(learner, settings, "", 0, 0, 0.0, [])
+    trained = Trained(learner, settings, False, 0, 0, 0.0, [])
     found = {size: _trainings.judge_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
     both = _trainings.judge_with_steps(trained, glyphs, list(found), 10, 4)
     best = max(found, key=lambda size: found[size].validation)

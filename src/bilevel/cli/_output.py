@@ -49,7 +49,8 @@ def as_rich(table: Table) -> RichTable:
     shown = [index for index, column in enumerate(table.columns) if column not in table.prose]
     drawn = RichTable(title=Text(table.title), box=box.SIMPLE_HEAD, title_justify="left")
     for index in shown:
-        first = max((len(row[index]) for row in table.rows), default=0) if index == 0 else None
+        # A row's name stays whole, unless it is a sentence.
+        first = min(24, max((len(row[index]) for row in table.rows), default=0)) if index == 0 else None
         drawn.add_column(Text(table.columns[index]), justify="left" if index == 0 else "right", min_width=first)
     for row in table.rows:
         drawn.add_row(*(Text(row[index]) for index in shown))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from bilevel.data import ImageDataset
 from bilevel.experiments.base import require
+from bilevel.experiments.overrides import as_options, as_text
 from bilevel.meta.evaluation import Score, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.runs import train_in
@@ -33,7 +34,7 @@ class Trained:
 
     learner: HyperRepresentation
     settings: Training
-    ending: str
+    stopped_early: bool
     iterations: int
     best_iteration: int
     minutes: float
@@ -64,6 +65,14 @@ def open_all(names: Sequence[str]) -> dict[str, ImageDataset]:
     return {name: open_data(PROBLEMS[name]) for name in names}
 
 
+def command_of(name: str, settings: Any) -> str:
+    """The command that has these settings, whatever was said on the command line (`--quick`, say)."""
+    usual = type(settings)()
+    given = {f.name: as_text(getattr(settings, f.name)) for f in fields(settings)}
+    changed = {key: text for key, text in given.items() if text != as_text(getattr(usual, key))}
+    return " ".join(["bilevel run", name, *as_options(changed)])
+
+
 def train(
     path: Path,
     settings: Training,
@@ -81,7 +90,15 @@ def train(
     curve = [(line["iteration"], line["score"], line["interval"]) for line in points]
     minutes = points[-1]["minutes"] if points else 0.0
     assert ending.best_iteration is not None
-    return Trained(job.learner, settings, str(ending.outcome), ending.iteration, ending.best_iteration, minutes, curve)
+    return Trained(
+        job.learner,
+        settings,
+        ending.outcome.kind == "stopped early",
+        ending.iteration,
+        ending.best_iteration,
+        minutes,
+        curve,
+    )
 
 
 @dataclass(frozen=True)

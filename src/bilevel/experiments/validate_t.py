@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bilevel.experiments._trainings import PROBLEMS, Trained, check_datasets, open_all, train
+from bilevel.experiments._trainings import PROBLEMS, Trained, check_datasets, command_of, open_all, train
 from bilevel.experiments._validate_t_picture import draw
 from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
 from bilevel.meta.settings import Settings as Training
@@ -60,7 +60,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
                     kept(out) / f"{name}-T{steps}",
                     training_of(settings, index, steps),
                     opened[name],
-                    "bilevel run validate-t",
+                    command_of("validate-t", settings),
                     progress,
                 )
                 for steps in settings.steps
@@ -95,17 +95,13 @@ def training_of(s: Settings, index: int, steps: int) -> Training:
     )
 
 
-def stopped_early(trained: Trained) -> bool:
-    return trained.iterations < trained.settings.iterations
-
-
 def _numbers(trained: Trained) -> dict[str, Any]:
     return {
         "curve": trained.curve,
         "best": trained.best[1],
         "best after": trained.best_iteration,
         "ended after": trained.iterations,
-        "stopped early": stopped_early(trained),
+        "stopped early": trained.stopped_early,
     }
 
 
@@ -113,10 +109,10 @@ def _table(s: Settings, index: int, rows: dict[int, Trained]) -> Table:
     shown = []
     for steps, trained in rows.items():
         _, score, interval = trained.best
-        ended = f"{trained.iterations:,}" + ("" if stopped_early(trained) else ", not stopped")
+        ended = f"{trained.iterations:,}" + ("" if trained.stopped_early else ", not stopped")
         why = (
             "another network, data set, patience and size of meta-batch"
-            if stopped_early(trained)
+            if trained.stopped_early
             else "as far as it got: the hyperiterations ran out first"
         )
         shown.append(
@@ -146,13 +142,15 @@ def in_words(dataset: str, rows: dict[int, Trained]) -> str:
     close = [str(steps) for steps in rows if steps != best and score - rows[steps].best[1] <= interval]
     if close:
         text += f" T = {', '.join(close)} came within that interval of it."
-    if not all(stopped_early(one) for one in rows.values()):
-        running = [str(steps) for steps, one in rows.items() if not stopped_early(one)]
+    if not all(one.stopped_early for one in rows.values()):
+        running = [str(steps) for steps, one in rows.items() if not one.stopped_early]
         return (
             text + f" Trainings with T = {', '.join(running)} were not stopped by then, so that their ends say nothing."
         )
     ends = [rows[steps].iterations for steps in sorted(rows)]
-    if all(later <= earlier for earlier, later in pairwise(ends)):
+    if len(ends) < 2 or len(set(ends)) == 1:
+        return text + " All stop alike."
+    if all(later < earlier for earlier, later in pairwise(ends)):
         return text + " Larger T stop earlier, as the paper found."
     if ends[-1] < ends[0]:
         return (

@@ -1,9 +1,9 @@
 """Six ways to learn a representation: what the split and the full hypergradient are worth.
 
-The same network, T = 5 inner steps, the same number of images in every hyperiteration and the same minutes: pretraining
-on all classes (Multiclass), the bilevel problem with the outer objective on the training sets (Bilevel-train), the
-hypergradient without the inner dynamics (Approx, Approx-train), joint descent (Classic-train), and
-hyper-representation.
+The same T = 5 inner steps, and the same number of hyperiterations with the same number of images in each, which take
+about the same time: pretraining on all classes (Multiclass, with the paper's wider network), the bilevel problem with
+the outer objective on the training sets (Bilevel-train), the hypergradient without the inner dynamics (Approx,
+Approx-train), joint descent (Classic-train), and hyper-representation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bilevel.experiments._trainings import (
     Judged,
     Trained,
     check_datasets,
+    command_of,
     differ,
     judge_with_steps,
     open_all,
@@ -143,7 +144,7 @@ def learn(
     """One variant, trained to its end."""
     training = training_of(s, dataset, variant, iterations)
     kind = KINDS.get(variant, FewShotTraining)
-    return train(runs / f"{dataset}-{variant}", training, data, "bilevel run variants", progress, kind)
+    return train(runs / f"{dataset}-{variant}", training, data, command_of("variants", s), progress, kind)
 
 
 def _numbers(trained: Trained, judged: Judged) -> dict[str, Any]:

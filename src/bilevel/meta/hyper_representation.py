@@ -281,7 +281,10 @@ class HyperRepresentation:
         options = dict(settings)
         network = options.pop("network")
         if network is None and module is None:
-            raise BilevelError("This learner has a module of its own; pass module=… with the same architecture.")
+            raise BilevelError(
+                "This learner has a module of its own, like the Multiclass baseline of `bilevel run variants`; in "
+                "Python, pass module=… with the same architecture."
+            )
         return cls(module if module is not None else network, tuple(options.pop("shape")), **options)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:

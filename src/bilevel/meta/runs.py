@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 import bilevel
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, DivergenceError
 from bilevel.meta import library
 from bilevel.meta.settings import FREE_ON_RESUME, Settings
 from bilevel.meta.training import FewShotTraining
@@ -39,15 +40,27 @@ def enter(
     preset: str | None = None,
     resume: bool = False,
     warn: Callable[[str], None] = print,
+    advice: str = "",
 ) -> None:
-    """Begin a run in the folder, or make sure that the one in it is this one."""
-    settings = job.settings
+    """Begin a run in the folder, or make sure that the one in it is this one.
+
+    Args:
+        folder: where.
+        job: what is trained.
+        command: what was said on the command line.
+        preset: the preset it began from.
+        resume: whether to go on with what is there.
+        warn: gets a sentence on what may surprise.
+        advice: what to do where the run in the folder is another one; by default, that of `bilevel train`.
+    """
+    settings, kind = job.settings, type(job).__name__
     data = {"name": job.data.name, "fingerprint": job.data.fingerprint, "classes": len(job.data.classes)}
     launch = distributed.launch()
     restarted = distributed.restarted() and folder.exists() and folder.config().get("launch") == launch
     if not resume and not restarted:
         config: dict[str, Any] = {
             "command": command,
+            "kind": kind,
             "preset": preset,
             "settings": settings.plain(),
             "learner": job.learner.settings(),
@@ -65,12 +78,16 @@ def enter(
     # Through Settings, because a run of an earlier version does not know the settings that came later.
     wrong = differences(Settings.of(before["settings"]).plain(), settings.plain(), FREE_ON_RESUME)
     wrong += differences(before.get("data", data), data, set())
+    wrong += differences({"kind": before.get("kind", kind)}, {"kind": kind}, set())
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
+        usual = (
+            f"bilevel train --resume --out {shlex.quote(str(folder.path))} alone takes the run's own settings; its "
+            "data must be the same. Or choose another folder for a new run."
+        )
         raise BilevelError(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
-            f"bilevel train --resume --out {folder.path} alone takes the run's own settings; its data must be the "
-            "same. Or choose another folder for a new run."
+            f"{advice or usual}"
         )
     if before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
@@ -78,12 +95,37 @@ def enter(
 
 
 def train_in(path: Path, job: FewShotTraining, command: str, title: str, progress: bool | None = None) -> Ending:
-    """Train to the end of the schedule in this folder, going on with what is there; Ctrl-C saves and interrupts."""
+    """Train to the end of the schedule in this folder, going on with what is there.
+
+    The result is that of the settings alone: what was validated otherwise, or trained for longer, is refused. Ctrl-C
+    saves and interrupts; a training that diverges is an error.
+    """
     folder = RunFolder(path)
+    advice = "Choose another folder with --out DIR, or remove this one."
     with folder.locked():
-        enter(folder, job, command, resume=folder.exists())
+        if folder.exists():
+            _check_same(folder, job, advice)
+        else:
+            enter(folder, job, command)
         run = Run(job, folder, schedule(job.settings), report=lambda message: print(message, file=sys.stderr))
+        if run.iteration > job.settings.iterations:
+            raise BilevelError(
+                f"The run in {path} has {run.iteration} hyperiterations already, and iterations="
+                f"{job.settings.iterations} were asked for. {advice}"
+            )
         ending = run.go(progress=sys.stderr.isatty() if progress is None else progress, title=title)
     if ending.outcome.kind == "interrupted":
         raise KeyboardInterrupt(f"The training is saved in {path}; the same command goes on with it.")
+    if ending.outcome.kind == "diverged":
+        raise DivergenceError(f"{title}: {ending.outcome}")
     return ending
+
+
+def _check_same(folder: RunFolder, job: FewShotTraining, advice: str) -> None:
+    """`enter`, and no other validations either: an old best of fewer episodes would compete with the new ones."""
+    before = Settings.of(folder.config()["settings"])
+    looks = {name: getattr(before, name) for name in ("validate_every", "validation_episodes")}
+    wrong = differences(looks, {name: getattr(job.settings, name) for name in looks}, set())
+    if wrong:
+        raise BilevelError(f"The run in {folder.path} was validated otherwise: {'; '.join(wrong)}. {advice}")
+    enter(folder, job, "", resume=True, advice=advice)

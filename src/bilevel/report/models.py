@@ -96,10 +96,7 @@ class Reader:
 
     def read(self, run: FoundRun) -> Model:
         """The model of a run; a BilevelError says why there is none."""
-        try:
-            trained = find(run.spec)
-        except (KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-            raise BilevelError(f"{run.spec}: its model cannot be read ({type(error).__name__}: {error}).") from error
+        trained = find(run.spec)
         layer, weight = _first_convolution(trained)
         model = Model(
             trained,

@@ -71,7 +71,7 @@ def write(
         raise BilevelError(f"{path} cannot be written: pass a file in a folder that exists, with --out FILE.")
     found = gather(specs)
     models = _models(found, Reader(episodes, data_root), progress)
-    content = render(found, models, title or "Results and trainings").encode()
+    content = render(found, models, title or "Results and trainings").encode(errors="replace")
     write_bytes(path, content)
     for sentence in found.warnings:
         warnings.warn(sentence, BilevelWarning, stacklevel=2)
@@ -91,9 +91,10 @@ def _models(found: Found, reader: Reader, progress: bool | None) -> list[Model |
             advance(number, value=run.spec)
             try:
                 models.append(reader.read(run) if run.config else None)
-            except BilevelError as error:
+            except Exception as error:  # a folder may hold anything, and the page is to be written without it
                 models.append(None)
-                found.warnings.append(f"{run.spec}: no episodes, filters and certificates. {error}")
+                kind = "" if isinstance(error, BilevelError) else f"{type(error).__name__}: "
+                found.warnings.append(f"{run.spec}: no episodes, filters and certificates. {kind}{error}")
         advance(len(found.runs), value="done")
     return models
 
@@ -242,11 +243,11 @@ def _verdict(model: Model) -> str:
 
 
 def command(run: FoundRun) -> str:
-    """How to get it again: its own command, or that of the result it belongs to."""
+    """How to get it again: the command of the result it belongs to, or its own."""
+    if run.owner is not None:
+        return run.owner.fields["command"]
     own = run.config.get("command")
-    if isinstance(own, str) and own:
-        return own
-    return run.owner.fields["command"] if run.owner is not None else ""
+    return own if isinstance(own, str) else ""
 
 
 def _ids(results: Sequence[FoundResult]) -> dict[Path, str]:

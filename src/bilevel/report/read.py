@@ -265,7 +265,8 @@ def _metrics(file: Path, found: Found) -> list[dict[str, Any]]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        # Whole numbers without end are JSON too; as floats they are infinite, and shown as such.
+        return json.loads(file.read_text(encoding="utf-8"), parse_int=lambda x: int(x) if len(x) < 300 else float(x))
     except OSError as error:
         raise BilevelError(f"it cannot be read ({error.strerror or error}).") from error
     except (ValueError, RecursionError) as error:
@@ -277,6 +278,10 @@ def _inside(folder: Path, name: Any) -> Path | None:
     if not isinstance(name, str) or not name or "\0" in name:
         return None
     path = folder / name
+    try:
+        path.exists()
+    except OSError:  # a name that is too long
+        return None
     return path if path.resolve().is_relative_to(folder.resolve()) and path.resolve() != folder.resolve() else None
 
 
