@@ -106,6 +106,8 @@ def head_subject(dataset: str, model: str, l2: float, seed: int) -> Subject:
     with single_precision():
         trained = library.find(model)
         source = open_data(replace(trained.settings, dataset=dataset))
+        if dataset == trained.settings.dataset:
+            trained.check_data(source)
         task = episodes(trained.settings, source, "test", seed).batch([0])
     learner = trained.learner
     learner.l2 = l2

@@ -62,7 +62,7 @@ def _errors(axes: Axes, one: Mapping[str, Any]) -> None:
     truncated = iter((SKY, PURPLE, GREEN, RED))
     for name, values in one["hypergradient errors"].items():
         if name == "∇f_T":
-            style: dict[str, Any] = {"color": BLACK, "marker": "o", "label": r"$\nabla f_T$ (Reverse)"}
+            style: dict[str, Any] = {"color": BLACK, "marker": "o", "label": r"$\nabla f_T$"}
         elif name == "Implicit":
             style = {"color": RED, "marker": "s", "label": "Implicit at $w_T$"}
         else:

@@ -124,7 +124,8 @@ def _regularises(numbers: Numbers) -> tuple[str, ...]:
 
 def _hyperiterations(numbers: Numbers) -> tuple[str, ...]:
     peaks = {name: one["peak"]["hyperiteration"] for name, one in numbers["T"].items()}
-    falls = all(a >= b for a, b in pairwise(peaks.values()))
+    counts = list(peaks.values())
+    falls = counts[-1] < counts[0] and all(a >= b for a, b in pairwise(counts))
     listed = ", ".join(f"{name}: {k}" for name, k in peaks.items())
     return (
         "hyperiterations to the best test accuracy fall with T",

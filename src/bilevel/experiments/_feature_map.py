@@ -100,6 +100,8 @@ def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int
     with single_precision(), torch.no_grad():
         trained = library.find(model, batch_norm="episode")
         source = open_data(replace(trained.settings, dataset=dataset))
+        if dataset == trained.settings.dataset:
+            trained.check_data(source)
         task = Episodes(source, "test", classes, train, val + test, seed=seed).episode(0)
         others = task.val[0].unflatten(0, (classes, val + test))
         images = (task.train[0], others[:, :val].flatten(0, 1), others[:, val:].flatten(0, 1))

@@ -207,8 +207,8 @@ def _check(s: Settings) -> None:
     for name in ("train", "val", "test"):
         require(getattr(s, name) >= 1, f"{name}={getattr(s, name)} leaves a set empty; pass at least 1.")
     require(
-        len(s.steps) >= 1 and all(t >= 1 for t in s.steps),
-        f"steps={s.steps} must be numbers T ≥ 1; the exact run is always added.",
+        len(s.steps) >= 1 and all(t >= 1 for t in s.steps) and list(s.steps) == sorted(set(s.steps)),
+        f"steps={s.steps} must be growing numbers T ≥ 1; the exact run is always added.",
     )
     require(s.rho > 0, f"rho={s.rho} leaves the inner problem without a unique minimiser; pass a positive number.")
     require(

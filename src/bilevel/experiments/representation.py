@@ -218,6 +218,7 @@ def _subjects(settings: Settings) -> list[Subject]:
     for spec in settings.models:
         found = library.find(spec)
         data = open_data(found.settings)
+        found.check_data(data)
         plain = found.settings
         if plain.batch_norm == "running":  # an untrained network has no averages yet
             plain = replace(plain, batch_norm="episode")
