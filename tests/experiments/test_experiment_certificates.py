@@ -104,7 +104,7 @@ def test_the_dual_solution_minimises_the_head(l2):
 
 
 def test_a_look_names_a_broken_bound():
-    one = certificates.Look(1, 1.0, 0.5, 0.6, 0.5, 0.4, 1.0, 0.9, {"∇f_T": 0.1}, "")
+    one = certificates.Look(1, 1.0, 0.5, 0.6, 0.5, 0.4, 1.0, 0.9, 0.8, {"∇f_T": 0.1}, "")
     assert one.held is False
     assert certificates._bounds("problem", [one]).rows[0][-1] == "NO"
 
