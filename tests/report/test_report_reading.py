@@ -61,6 +61,34 @@ def test_a_broken_result_is_left_out_by_name_and_the_page_is_written(results, tm
     assert "Ridge regression." in text and "1 thing was left out" in text and "bad/result.json" in text
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"summary": "\ud800"},
+        {"command": "a\ud800"},
+        {"minutes": 10**400},
+        {"seed": 10**400},
+        {"settings": {"k": 10**400}},
+    ],
+    ids=["surrogate", "surrogate in a command", "endless minutes", "endless seed", "endless setting"],
+)
+def test_odd_values_are_shown_somehow(tmp_path, changes):
+    folder = result(tmp_path / "odd", **changes)
+    report = page.write([folder], tmp_path / "page.html", episodes=0)
+    assert report.results == 1 and not report.warnings
+
+
+@pytest.mark.parametrize("learner", ["s", [], 3, {"network": "rn"}, {"network": "c4l", "shape": "abc"}])
+def test_a_configuration_of_nonsense_leaves_the_rest(world, tmp_path, learner):
+    torch.set_default_dtype(torch.float32)
+    place = tmp_path / "run"
+    run(place, world.settings, world.data, seed=1)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "learner": learner}))
+    with pytest.warns(BilevelWarning, match="run: no episodes, filters and certificates"):
+        page.write([place], tmp_path / "page.html")
+
+
 def test_the_page_is_written_even_if_nothing_can_be_read(tmp_path):
     (tmp_path / "result.json").write_text("{")
     with pytest.warns(BilevelWarning, match=r"result\.json"):
@@ -68,7 +96,9 @@ def test_the_page_is_written_even_if_nothing_can_be_read(tmp_path):
     assert report.results == 0 and "No results were given" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["missing.png", "../good.png", "text.png", "half.png", "", 3, "/etc/hostname", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["missing.png", "../good.png", "text.png", "half.png", "", 3, "/etc/hostname", "a\0b", "x" * 5000]
+)
 def test_a_picture_that_is_none_is_left_out_and_its_result_is_not(tmp_path, name):
     folder = result(tmp_path / "results" / "ridge", pictures=["ridge.png", name])
     picture(tmp_path / "results" / "good.png")
