@@ -44,7 +44,7 @@ def test_every_number_of_steps_is_judged_and_the_best_once_on_test(run, monkeypa
         asked.append((stream.split, count, steps))
         return judge(learner, stream, count, steps, **options)
 
-    monkeypatch.setattr("bilevel.cli._evaluation.judge", judged)
+    monkeypatch.setattr("bilevel.meta.evaluation.judge", judged)
     found = numbers(run, *FEW)
     chosen = found["steps"]
     assert asked == [("val", 6, 8), ("test", 6, chosen)]
