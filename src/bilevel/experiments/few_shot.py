@@ -158,6 +158,7 @@ def _table(s: Settings, rows: list[Row]) -> Table:
         f"Accuracy in per cent on {s.episodes} meta-test episodes, support and query sets disjoint",
         ("row", "paper", "ours", "difference", "T", "hyperiterations", "minutes", "batch norm", "model", "why"),
         [_line(row) for row in rows],
+        prose=("model", "why"),
     )
 
 
