@@ -13,7 +13,7 @@ from bilevel.errors import BilevelError
 from bilevel.models._blocks import Blocks, per_image
 from bilevel.models.batch_norm import BatchNorm, converted, layers, using
 
-SHAPES = {"omniglot-net": (1, 28, 28), "c4l": (3, 84, 84), "rn": (3, 84, 84)}
+SHAPES = {"omniglot-net": (1, 28, 28), "c4l": (3, 84, 84), "c4l-64": (3, 84, 84), "rn": (3, 84, 84)}
 SPATIAL = {"omniglot-net": [14, 7, 4, 2], "c4l": [84, 42, 42, 21, 21, 10, 10, 5]}
 
 
@@ -23,7 +23,7 @@ def small(name: str) -> tuple[nn.Module, tuple[int, int, int]]:
         from bilevel.models.rn import build
 
         return build(3, filters=(4, 5, 6, 7), tail=(9, 8)), (3, 21, 21)
-    if name == "c4l":
+    if name.startswith("c4l"):
         from bilevel.models.c4l import build as c4l
 
         return c4l(3, filters=6), (3, 32, 32)
@@ -34,7 +34,9 @@ def test_every_network_is_covered_here():
     assert set(models.find()) == set(SHAPES)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("omniglot-net", 111_424), ("c4l", 28_640), ("rn", 3_753_760 + 51_936)])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("omniglot-net", 111_424), ("c4l", 28_640), ("c4l-64", 112_576), ("rn", 3_753_760 + 51_936)]
+)
 def test_numbers_of_weights(name, weights):
     assert sum(p.numel() for p in models.build(name, SHAPES[name][0]).parameters()) == weights
 
@@ -44,7 +46,7 @@ def test_the_residual_network_has_its_skips_apart():
     assert sum(p.numel() for name, p in named.items() if ".skip." in name) == 51_936
 
 
-@pytest.mark.parametrize(("name", "features"), [("omniglot-net", 256), ("c4l", 800), ("rn", 512)])
+@pytest.mark.parametrize(("name", "features"), [("omniglot-net", 256), ("c4l", 800), ("c4l-64", 1600), ("rn", 512)])
 def test_numbers_of_features(name, features):
     with torch.no_grad():
         assert models.build(name, SHAPES[name][0])(torch.rand(2, *SHAPES[name])).shape == (2, features)
@@ -95,7 +97,7 @@ def test_the_seed_decides_and_torch_is_left_alone():
 
 
 def test_an_unknown_network_is_refused_with_the_names():
-    with pytest.raises(BilevelError, match="c4l, omniglot-net, rn"):
+    with pytest.raises(BilevelError, match="c4l, c4l-64, omniglot-net, rn"):
         models.build("resnet", 3)
 
 
