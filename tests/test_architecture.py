@@ -16,7 +16,7 @@ ORDER = [
     {"hypergradients"},
     {"certificate"},
     {"outer_loop", "training", "testing"},
-    {"meta", "estimators"},
+    {"meta", "estimators", "tuning"},
     {"experiments", "report"},
     {"cli"},
 ]

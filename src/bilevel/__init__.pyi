@@ -1,4 +1,5 @@
 from . import testing as testing
+from . import tuning as tuning
 from .certificate import Certificate as Certificate
 from .certificate import certify as certify
 from .constraints.ball import Ball as Ball
@@ -53,5 +54,6 @@ from .tasks.episodes import Episodes as Episodes
 from .tasks.episodes import EpisodeSampler as EpisodeSampler
 from .tasks.holdout import holdout as holdout
 from .tasks.minibatches import Minibatches as Minibatches
+from .tuning.tuner import tune as tune
 
 __version__: str

@@ -1,0 +1,109 @@
+"""The bilevel problem of a model, its losses and its declared hyperparameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics.base import Dynamics
+from bilevel.errors import BilevelError
+from bilevel.problem import Problem
+from bilevel.trees import Tree
+from bilevel.tuning.algorithms import algorithm
+from bilevel.tuning.batches import Batch
+from bilevel.tuning.losses import Criterion
+from bilevel.tuning.network import Network
+from bilevel.tuning.randomness import draws, mixed, seeded
+from bilevel.tuning.space import Space
+
+
+@dataclass
+class Assembly:
+    """min over λ of val_loss(w_T), with w_T from T steps on the training loss; each hyperparameter enters by its hook.
+
+    Attributes:
+        random: whether a step draws random numbers (dropout, augmentation); they are then seeded by (seed, t).
+    """
+
+    network: Network
+    losses: dict[str, Criterion]
+    val_loss: Criterion
+    space: Space
+    dynamics_given: Any
+    fixed: Mapping[str, Any]
+    seed: int
+    random: bool = False
+
+    def problem(self) -> Problem:
+        return Problem(inner=self.inner, outer=self.outer, init=self.init)
+
+    def inner(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch) -> Tensor:
+        """The training loss on a batch."""
+        if not self.random:
+            return self._inner(w, lam, batch, None)
+        t, device = batch.t or 0, self.network.like.device
+        noise = torch.Generator(device).manual_seed(mixed(self.seed, "augmentation", t))
+        with seeded(self.seed, "step", t, device):
+            return self._inner(w, lam, batch, noise)
+
+    def _inner(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch, noise: torch.Generator | None) -> Tensor:
+        values, setup = self.space.values(lam), self.space.setup
+        roles = [(one, values[one.name]) for one in self.space.declared]
+        inputs, targets = batch.inputs, batch.targets
+        for role, value in roles:
+            inputs = role.inputs(value, inputs, noise)
+        output = self.network.train(w, inputs)
+        for role, value in roles:
+            targets = role.targets(value, targets, output)
+        parts = [loss(output, batch, targets, values) for loss in self.losses.values()]
+        mixtures = [role.mix(value, parts) for role, value in roles]
+        loss = next((mixture for mixture in mixtures if mixture is not None), parts[0])
+        for role, value in roles:
+            loss = role.weigh(value, loss, batch.index)
+        loss = loss.mean()
+        for role, value in roles:
+            penalty = role.penalty(value, w, setup)
+            loss = loss if penalty is None else loss + penalty
+        return loss
+
+    def outer(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch) -> Tensor:
+        """The validation loss."""
+        values = self.space.values(lam) if self.val_loss.takes_hp else {}
+        return self.val_loss(self.network.evaluate(w, batch.inputs), batch, batch.targets, values)
+
+    def init(self, lam: dict[str, Tree]) -> dict[str, Tensor]:
+        """The start: the model's parameters, unless a hyperparameter changes them."""
+        w, values = self.network.w, self.space.values(lam)
+        for role in self.space.declared:
+            w = role.initial(values[role.name], w, self.space.setup)
+        return w
+
+    def dynamics(self, lam: dict[str, Tree]) -> Dynamics:
+        """Φ at these hyperparameters."""
+        values = self.space.values(lam)
+        settings: dict[str, Any] = {}
+        for role in self.space.declared:
+            found = role.settings(values[role.name], self.space.setup)
+            twice = sorted(set(found) & set(settings))
+            if twice:
+                raise BilevelError(
+                    f"Two hyperparameters set the dynamics' {twice[0]!r}, {role.name!r} among them. Keep one."
+                )
+            settings.update(found)
+        return algorithm(self.dynamics_given, values, settings, self.fixed)
+
+    def draws(self, batch: Batch) -> bool:
+        """Whether the training loss draws random numbers."""
+        if any(role.random for role in self.space.declared):
+            return True
+        with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, KeyError):
+            # What is wrong with the user's functions is said by the checks, with the shapes; here one only looks.
+            lam = trees.detach(self.space.lam)
+            return draws(lambda: self._inner(self.network.w, lam, batch, None), self.network.like.device)
+        return False

@@ -1,0 +1,79 @@
+"""How far the validation loss of the tuned model is from that of a fully trained one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from bilevel.certificate import Certificate, certify
+from bilevel.errors import BilevelError, Outcome
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+from bilevel.tuning.batches import Batch
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A bound on |f_T(λ) − f(λ)|, where f has the inner problem solved on the whole training set, or why there is none.
+
+    Attributes:
+        bound: the bound; infinite where there is none.
+        sentence: what it rests on, or why there is none.
+        certificate: all that is known, if the inner problem is one that can be certified.
+    """
+
+    bound: float
+    sentence: Outcome
+    certificate: Certificate | None = None
+
+    @property
+    def applies(self) -> bool:
+        return math.isfinite(self.bound)
+
+    def __str__(self) -> str:
+        if not self.applies:
+            return str(self.sentence)
+        return f"Training to the end would change the validation loss by at most {self.bound:.3g}. {self.sentence}"
+
+
+def find_gap(
+    problem: Problem,
+    lam: Tree,
+    w: Tree,
+    task: Task,
+    whole: Batch | None,
+    dynamics: Any,
+    steps: int,
+    random: bool,
+) -> Gap:
+    """The gap at w = w_T. Certificates are about one inner objective: that of the whole training set.
+
+    Args:
+        whole: the whole training set where steps use minibatches; None where they use it anyway.
+    """
+    if random:
+        return Gap(
+            math.inf,
+            Outcome(
+                "failed",
+                "No bound: the training loss is random (dropout or augmentation), so there is no one inner problem to "
+                "be solved.",
+            ),
+        )
+    try:
+        with warnings.catch_warnings(record=True) as noticed:
+            warnings.simplefilter("always")
+            if whole is None:
+                found = certify(problem, lam, task, dynamics=dynamics, steps=steps)
+            else:
+                # Minibatches have brought w to w_T; from there on the question is about the whole training set.
+                found = certify(problem, lam, Task(whole, task.val), dynamics=dynamics, steps=0, start=w)
+                found = dataclasses.replace(found, steps=steps, search=None)
+    except BilevelError as error:
+        return Gap(math.inf, Outcome("failed", f"No bound: {error}"))
+    remarks = " ".join(dict.fromkeys(str(one.message) for one in noticed))
+    sentence = Outcome(found.outcome.kind, f"{found.outcome} {remarks}".strip())
+    return Gap(found.value_gap, sentence, found)

@@ -1,0 +1,95 @@
+"""The user's loss: how many arguments it takes, and one number per example where that is needed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import BilevelError
+from bilevel.tuning.batches import Batch
+
+
+class Criterion:
+    """A loss as `criterion(output, targets, hp)`, whatever form it was passed in.
+
+    Args:
+        loss: `loss(output, targets)` or `loss(output, targets, hp)`; a function or a module.
+        name: what it is called in messages.
+        per_example: whether one number per example is wanted. Losses of torch with a `reduction` are asked for it.
+    """
+
+    def __init__(self, loss: Any, name: str, per_example: bool = False) -> None:
+        if not callable(loss) or inspect.isclass(loss):
+            raise BilevelError(
+                f"{name}={loss!r} is not a loss. Pass a function loss(output, target), or a module such as "
+                "torch.nn.CrossEntropyLoss()."
+            )
+        self.name, self.per_example = name, per_example
+        self.takes_hp = _required(loss) >= 3
+        self._loss = _unreduced(loss) if per_example else loss
+
+    def __call__(self, output: Any, batch: Batch, targets: Any, hp: Mapping[str, Any]) -> Tensor:
+        value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
+        if not isinstance(value, Tensor):
+            raise BilevelError(
+                f"{self.name} returned {type(value).__name__}; it must return a tensor, without .item() or float()."
+            )
+        count = len(batch.index)
+        if self.per_example:
+            if value.ndim == 0 or len(value) != count:
+                raise BilevelError(
+                    f"{self.name} returned shape {list(value.shape)} for {count} examples, but example weights need "
+                    "one number per example. Let it return them without .mean() or .sum() (reduction='none')."
+                )
+            return value.reshape(count, -1).mean(1)
+        if value.ndim == 1 and len(value) == count:
+            return value.mean()
+        if value.ndim != 0:
+            raise BilevelError(
+                f"{self.name} returned a tensor of shape {list(value.shape)}; a loss is one number, or one per "
+                "example. Add .mean() or .sum()."
+            )
+        return value
+
+
+def criteria(loss: Any, per_example: bool) -> dict[str, Criterion]:
+    """The training losses by name."""
+    if isinstance(loss, Mapping):
+        if not loss:
+            raise BilevelError("loss={} names no loss. Pass a function, or a dict with at least one.")
+        return {str(name): Criterion(one, f"loss[{name!r}]", per_example) for name, one in loss.items()}
+    return {"loss": Criterion(loss, "loss", per_example)}
+
+
+def _required(loss: Callable[..., Any]) -> int:
+    """How many positional arguments the loss asks for."""
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 2
+    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+
+
+def _unreduced(loss: Any) -> Callable[..., Any]:
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        loss = copy.deepcopy(loss)
+        loss.reduction = "none"
+        return loss
+    try:
+        known = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        known = False
+    return functools.partial(loss, reduction="none") if known else loss
+
+
+def nothing(w: dict[str, Tensor]) -> Tensor:
+    """A zero of w's kind."""
+    return torch.zeros_like(next(iter(w.values())).sum())

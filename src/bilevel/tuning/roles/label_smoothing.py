@@ -1,0 +1,46 @@
+"""Label smoothing: how sure to be of a label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+from bilevel.tuning.roles.base import Hyperparameter
+from bilevel.tuning.transforms import Transform
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(Hyperparameter):
+    """Class labels y become probabilities (1 − ε)·onehot(y) + ε/C in training; validation keeps the labels.
+
+    The loss must take probabilities, as `torch.nn.functional.cross_entropy` does. At every ε it is that loss with
+    `label_smoothing=ε`, which torch itself cannot differentiate in ε.
+
+    >>> LabelSmoothing().targets(torch.tensor(0.2), torch.tensor([1]), torch.zeros(1, 2))
+    tensor([[0.1000, 0.9000]])
+    """
+
+    name: str = field(default="label_smoothing", kw_only=True)
+    start: float = 0.1
+    range: tuple[float | None, float | None] | None = (0.0, 0.9)
+    transform: str | Transform | None = "logit"
+
+    def targets(self, value: Tree, targets: Tree, output: Any) -> Tree:
+        if not (isinstance(targets, Tensor) and isinstance(output, Tensor) and output.ndim == 2):
+            raise BilevelError(
+                f"{type(self).__name__} needs outputs of shape (examples, classes) and class labels, but the outputs "
+                f"are {_shape(output)} and the targets {_shape(targets)}. Take {self.name!r} out."
+            )
+        classes = output.shape[1]
+        if not targets.is_floating_point():
+            targets = torch.nn.functional.one_hot(targets.long(), classes).to(output)
+        return (1 - value) * targets + value / classes
+
+
+def _shape(value: Any) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

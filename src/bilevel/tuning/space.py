@@ -1,0 +1,125 @@
+"""All declared hyperparameters together: λ, its values in natural units, its Λ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.constraints.per_leaf import PerLeaf
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+from bilevel.tuning.roles.base import Hyperparameter
+from bilevel.tuning.setup import Setup
+from bilevel.tuning.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Space:
+    """λ = {name: leaf}, where a leaf is a tensor, or a dict of tensors for a value per weight."""
+
+    declared: Sequence[Hyperparameter]
+    setup: Setup
+    kinds: dict[str, Transform]
+    lam: dict[str, Tree]
+
+    @classmethod
+    def of(cls, declared: Sequence[Hyperparameter], setup: Setup) -> Space:
+        """The space, with λ at its start; a start outside its range is an error."""
+        kinds = {one.name: one.kind() for one in declared}
+        lam = {}
+        for one in declared:
+            begin, kind = one.begin(setup), kinds[one.name]
+            for leaf in trees.leaves(begin):
+                if not leaf.numel():
+                    raise BilevelError(f"Hyperparameter {one.name!r} has no entries; there is nothing to tune in it.")
+                if not kind.inside(leaf):
+                    raise BilevelError(_outside(one, kind, leaf))
+            lam[one.name] = trees.map(kind.leaf, begin)
+        return cls(declared, setup, kinds, lam)
+
+    def values(self, lam: dict[str, Tree]) -> dict[str, Tree]:
+        """The values in natural units, by name; differentiable."""
+        return {name: trees.map(kind.value, lam[name]) for name, kind in self.kinds.items()}
+
+    def constraint(self) -> PerLeaf:
+        return PerLeaf({name: kind.constraint() for name, kind in self.kinds.items()})
+
+    def units(self) -> list[float]:
+        """The outer optimiser's unit of every leaf of λ, in the order of the leaves."""
+        units = {
+            name: trees.map(lambda leaf, kind=kind: kind.unit(kind.value(leaf)), self.lam[name])
+            for name, kind in self.kinds.items()
+        }
+        return trees.leaves(units)
+
+    def at_bounds(self, lam: dict[str, Tree]) -> dict[str, tuple[int, int]]:
+        """For every hyperparameter how many of its entries are at an end of their range, and how many there are."""
+        found = {}
+        for name, kind in self.kinds.items():
+            low, high = kind.limits()
+            leaf = trees.to_vector(trees.leaves(lam[name])).double()
+            near = 1e-6 * (1 + leaf.abs())
+            found[name] = int(((leaf <= low + near) | (leaf >= high - near)).sum()), leaf.numel()
+        return found
+
+    def plain(self, lam: dict[str, Tree]) -> dict[str, Any]:
+        """Values for people: floats, numpy arrays, dicts by layer, by loss or by the names of parameters."""
+        with torch.no_grad():
+            values = self.values(lam)
+        found: dict[str, Any] = {}
+        for one in self.declared:
+            labels, value = one.labels(self.setup), values[one.name]
+            if labels is not None:
+                found[one.name] = {label: float(x) for label, x in zip(labels, value, strict=True)}
+            elif isinstance(value, Tensor) and value.ndim == 0:
+                found[one.name] = float(value)
+            else:
+                found[one.name] = trees.map(lambda x: x.detach().cpu().numpy(), value)
+        return found
+
+
+def declared_in(hyperparameters: Any) -> list[Hyperparameter]:
+    """The declarations as a list, with names that are there and differ."""
+    if isinstance(hyperparameters, Hyperparameter):
+        hyperparameters = [hyperparameters]
+    if not isinstance(hyperparameters, (list, tuple)) or not hyperparameters:
+        raise BilevelError(
+            f"hyperparameters={hyperparameters!r} declares nothing to tune. Pass one or a list of them, as in "
+            "[WeightDecay(1e-4, per='layer'), LearningRate(0.1)]."
+        )
+    names: set[str] = set()
+    for one in hyperparameters:
+        if not isinstance(one, Hyperparameter):
+            said = f"{one.__name__} (a class; write {one.__name__}())" if isinstance(one, type) else repr(one)
+            raise BilevelError(
+                f"{said} is not a hyperparameter; pass instances of Hyperparameter or of its subclasses."
+            )
+        if not isinstance(one.name, str) or not one.name or one.name != one.name.strip() or "/" in one.name:
+            raise BilevelError(f"{one.name!r} is no name for a hyperparameter; pass a word such as 'temperature'.")
+        if one.name in names:
+            raise BilevelError(
+                f"Two hyperparameters are called {one.name!r}. Give one of them another name: "
+                f"{type(one).__name__}(…, name='other')."
+            )
+        names.add(one.name)
+    return list(hyperparameters)
+
+
+def _outside(one: Hyperparameter, kind: Transform, leaf: Tensor) -> str:
+    low, high = kind.ends()
+    least, most = float(leaf.min()), float(leaf.max())
+    at = f"{least:.6g}" if least == most else f"values from {least:.6g} to {most:.6g}"
+    if kind.word == "simplex":
+        return (
+            f"Hyperparameter {one.name!r} starts at {at}, but weights on a simplex are an array of positive numbers "
+            "that add up to 1."
+        )
+    return (
+        f"Hyperparameter {one.name!r} starts at {at}, outside its range ({low:.6g}, {high:.6g})"
+        f"{' of positive numbers' if kind.word == 'log' else ''}. Choose a start inside, or another range."
+    )

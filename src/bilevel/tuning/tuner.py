@@ -1,0 +1,348 @@
+"""`tune`: from a torch model and its loaders to tuned hyperparameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bilevel import trees
+from bilevel.errors import BilevelError, BilevelWarning, DivergenceError, Outcome
+from bilevel.hypergradients import value_of
+from bilevel.methods.auto import choose
+from bilevel.methods.base import Method
+from bilevel.methods.process import Process
+from bilevel.methods.spectral import Spectral
+from bilevel.outer_loop import Iteration, solve
+from bilevel.problem import Problem, Task
+from bilevel.tuning.assembly import Assembly
+from bilevel.tuning.batches import Batch, Replay, SameBatch, training_data, whole
+from bilevel.tuning.gap import find_gap
+from bilevel.tuning.losses import Criterion, criteria
+from bilevel.tuning.network import Network
+from bilevel.tuning.result import Tuned
+from bilevel.tuning.roles.base import Hyperparameter
+from bilevel.tuning.setup import Setup
+from bilevel.tuning.space import Space, declared_in
+
+# Of hyperparameters with more entries than this no history is kept.
+REMEMBERED = 1000
+
+
+def tune(
+    model: nn.Module,
+    loss: Callable[..., Tensor] | Mapping[str, Callable[..., Tensor]],
+    hyperparameters: Hyperparameter | Sequence[Hyperparameter],
+    train: Any,
+    val: Any,
+    *,
+    val_loss: Callable[..., Tensor] | None = None,
+    steps: int = 100,
+    iterations: int = 50,
+    dynamics: Any = "sgd",
+    lr: float | None = None,
+    momentum: float | None = None,
+    method: Method | Literal["auto"] = "auto",
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    outer_lr: float = 0.1,
+    validation: Literal["whole", "minibatch"] = "whole",
+    patience: int | None = None,
+    callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
+    seed: int = 0,
+    progress: bool | None = None,
+) -> Tuned:
+    """Tune the hyperparameters of any torch model by gradient: min over λ of val_loss(w_T), T training steps from w_0.
+
+    Every hyperiteration trains the model for `steps` steps, differentiates the validation loss with respect to all
+    hyperparameters through that training, and moves them. The cost hardly depends on how many there are: a weight per
+    example or a decay per weight costs little more than one number.
+
+    The model, the loaders and the global generators of random numbers are left as they were. Everything random is a
+    function of `seed` and the step number, because training is replayed: which examples are in a batch, random
+    transforms in the data set, dropout. Training is in train mode. Validation is in eval mode, except that batch norm
+    takes the statistics of the validation batch, since its running averages are no function of the weights; those of
+    `result.model` are taken from one pass over the training batches at the end.
+
+    Args:
+        model: any module; its parameters that require grad are trained, from the values they have.
+        loss: `loss(output, target)`, or `loss(output, target, hp)` with the values of all hyperparameters by name. One
+            number, or one per example. A dict of losses is mixed by `LossWeights`.
+        hyperparameters: one or a list: `WeightDecay`, `LearningRate`, `Momentum`, `LossWeights`, `LabelSmoothing`,
+            `Augmentation`, `ExampleWeights`, `Initialisation`, or a plain `Hyperparameter` for a loss with three
+            arguments. They are in `bilevel.tuning`.
+        train: a `DataLoader` over a map-style data set, such a data set, or a pair of tensors (inputs, targets). The
+            latter two are one batch, used whole in every step.
+        val: the same; it is used whole.
+        val_loss: what should be small in the end; `loss` by default. It has to be given where `loss` takes
+            hyperparameters or is a dict, since those could be moved so as to make the loss itself small.
+        steps: T, the training steps of a hyperiteration.
+        iterations: hyperiterations.
+        dynamics: "sgd", "adam" or another dynamics by its name in lower case; an instance, whose settings are used
+            unless they are declared as hyperparameters; or a function of the hyperparameters' values by name.
+        lr: the learning rate, for a dynamics given by name; 0.1 for SGD and the dynamics' own default otherwise.
+        momentum: likewise; 0 for SGD.
+        method: how to differentiate; "auto" chooses by the sizes and the memory, and `result.method` says why.
+        optimizer: builds the outer optimiser from the leaves of λ; by default Adam with `outer_lr`.
+        outer_lr: how far a hyperparameter moves in a hyperiteration, in the unit of its transform: 0.1 is ten per cent
+            on a logarithmic scale, and a hundredth of the range where there is no transform.
+        validation: "whole" evaluates the validation loss on all of `val` and keeps the best hyperparameters;
+            "minibatch" takes one batch of the loader `val` per hyperiteration, and keeps the last ones.
+        patience: stop when the validation loss has not improved for this many hyperiterations.
+        callbacks: called with a `bilevel.outer_loop.Iteration` before every update; one that returns True stops.
+        seed: of everything random.
+        progress: show a progress bar; None shows one on a terminal.
+
+    Returns:
+        Tuned: the trained model, the values, the history; `print` it, or call `.plot()` or `.save(folder)`.
+
+    Raises:
+        BilevelError: what was passed cannot work.
+        DivergenceError: training diverged with the hyperparameters that it began with.
+
+    >>> import bilevel as bl
+    >>> from bilevel.tuning import ExampleWeights, LearningRate, WeightDecay
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> from sklearn.datasets import load_digits
+    >>> x, y = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    >>> train = DataLoader(TensorDataset(x[:500] / 16, y[:500]), batch_size=100, shuffle=True)
+    >>> found = bl.tune(
+    ...     model, torch.nn.functional.cross_entropy, [LearningRate(0.1, per="step"), WeightDecay(per="layer"),
+    ...     ExampleWeights()], train, val=(x[500:1000] / 16, y[500:1000]), steps=20, iterations=10,
+    ... )
+    >>> found.value < found.start_value, sorted(found.values), found.values["lr"].shape, found.outcome.kind
+    (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
+    """
+    declared = declared_in(hyperparameters)
+    _check_numbers(steps, iterations, outer_lr, validation)
+    network = Network(model)
+    data, examples = training_data(train, seed, network.like, steps)
+    everything = whole(val, seed, network.like, "val")
+    setup = Setup(network.w, steps, examples, _names_of(loss))
+    assembly = _assemble(network, loss, val_loss, Space.of(declared, setup), dynamics, lr, momentum, seed)
+    _warn_of_unseen_examples(declared, data, steps)
+
+    first = data(1) if isinstance(data, Replay) else data
+    assembly.random = assembly.draws(first)
+    if assembly.random and isinstance(data, Batch):
+        training: Any = SameBatch(data)
+    else:
+        training = data
+    task = Task(training, everything)
+    job = _Job(assembly, assembly.problem(), task, steps)
+    chosen, reason = job.method(method)
+    tasks: Any = task
+    if validation == "minibatch":
+        tasks = _Minibatches(training, val, seed, network.like, iterations)
+    path = _Path(job.assembly.space)
+    solution = solve(
+        job.problem,
+        assembly.space.lam,
+        tasks,
+        dynamics=assembly.dynamics,
+        steps=steps,
+        method=chosen,
+        optimizer=optimizer or _adam(assembly.space, outer_lr),
+        constraint=assembly.space.constraint(),
+        iterations=iterations,
+        # With the whole validation set the best is kept; solve does so when it is told to be patient.
+        patience=(patience or iterations + 1) if validation == "whole" else patience,
+        callbacks=[path, *([callbacks] if callable(callbacks) else callbacks)],
+        progress=progress,
+    )
+    if solution.inner is None:
+        raise _diverged(solution.outcome)
+    value = solution.value
+    if validation == "minibatch":
+        value = float(job.value(solution.outer))
+    history: dict[str, Any] = {**solution.history, "values": path.arrays(len(solution.history["value"]))}
+    return Tuned(
+        model=network.trained(solution.inner, _all_batches(data)),
+        values=assembly.space.plain(solution.outer),
+        before=assembly.space.plain(assembly.space.lam),
+        value=value,
+        start_value=float(solution.history["value"][0]) if iterations else value,
+        history=history,
+        outcome=_advice(solution.outcome),
+        method=reason,
+        lam=solution.outer,
+        space=assembly.space,
+        ask_gap=lambda: find_gap(
+            job.problem,
+            solution.outer,
+            solution.inner,
+            task,
+            whole(train, seed, network.like, "train") if isinstance(data, Replay) else None,
+            assembly.dynamics,
+            steps,
+            assembly.random,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The bilevel problem and its data."""
+
+    assembly: Assembly
+    problem: Problem
+    task: Task
+    steps: int
+
+    def method(self, given: Any) -> tuple[Method, str]:
+        """The method and why; chosen once, since all that "auto" chooses from are exact."""
+        if given != "auto":
+            if not isinstance(given, Method):
+                raise BilevelError(
+                    f"method={given!r} is not a method. Pass an instance such as Reverse() or Forward(), or 'auto'."
+                )
+            return given, f"{given}, as asked."
+        process = self._process()
+        chosen, reason = choose(process)
+        if isinstance(chosen, Spectral):
+            try:
+                # The closed form notices only when it is computed that the loss is not quadratic.
+                chosen(process)
+            except BilevelError:
+                chosen, reason = choose(self._process(), closed_form=False)
+        return chosen, reason
+
+    def value(self, lam: Any) -> Tensor:
+        return value_of(self.problem, lam, self.task, dynamics=self.assembly.dynamics, steps=self.steps)
+
+    def _process(self) -> Process:
+        return Process(self.problem, self.assembly.space.lam, self.task, self.assembly.dynamics, self.steps)
+
+
+class _Path:
+    """The values of the hyperparameters at every hyperiteration, where there are not too many."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._names = [one.name for one in space.declared if trees.size(space.lam[one.name]) <= REMEMBERED]
+        self._seen: list[dict[str, Any]] = []
+
+    def __call__(self, iteration: Iteration) -> None:
+        with torch.no_grad():
+            values = self._space.values(iteration.lam)
+        self._seen.append({n: trees.to_vector(trees.leaves(values[n])).cpu().numpy().copy() for n in self._names})
+
+    def arrays(self, count: int) -> dict[str, Any]:
+        """Arrays of shape (hyperiterations, entries); (hyperiterations,) for single numbers."""
+        found = {name: np.stack([seen[name] for seen in self._seen]) for name in self._names if self._seen}
+        return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in found.items()}
+
+
+class _Minibatches:
+    """The task of hyperiteration k: the same training, the k-th validation batch."""
+
+    def __init__(self, training: Any, val: Any, seed: int, like: Tensor, iterations: int) -> None:
+        if not isinstance(val, torch.utils.data.DataLoader):
+            raise BilevelError(
+                f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
+                "validation='whole'."
+            )
+        self._training = training
+        self._replay = Replay(val, seed + 1, like, max(iterations, 1), "val")
+
+    def __call__(self, k: int) -> Task:
+        return Task(self._training, self._replay(k + 1))
+
+
+def _assemble(
+    network: Network,
+    loss: Any,
+    val_loss: Any,
+    space: Space,
+    dynamics: Any,
+    lr: float | None,
+    momentum: float | None,
+    seed: int,
+) -> Assembly:
+    losses = criteria(loss, any(one.per_example for one in space.declared))
+    takes_hp = any(one.takes_hp for one in losses.values())
+    if val_loss is None and (takes_hp or len(losses) > 1):
+        raise BilevelError(
+            f"loss {'takes hyperparameters' if takes_hp else f'names {len(losses)} losses'}, and val_loss is not "
+            "given. The validation loss must not be something that hyperparameters can make small by themselves: pass "
+            "val_loss=…, torch.nn.functional.cross_entropy say."
+        )
+    judge = Criterion(next(iter(loss.values())) if isinstance(loss, Mapping) else loss, "loss")
+    if val_loss is not None:
+        judge = Criterion(val_loss, "val_loss")
+    mixers = [one.name for one in space.declared if type(one).mix is not Hyperparameter.mix]
+    if len(losses) > 1 and len(mixers) != 1:
+        raise BilevelError(
+            f"loss names {len(losses)} losses and {len(mixers)} hyperparameters to mix them. Declare one LossWeights()."
+        )
+    plain = [one.name for one in space.declared if type(one) is Hyperparameter]
+    if plain and not (takes_hp or judge.takes_hp or (callable(dynamics) and not isinstance(dynamics, type))):
+        raise BilevelError(
+            f"Hyperparameter {plain[0]!r} reaches nothing: neither the loss nor the dynamics takes it. Write the loss "
+            f"with a third argument, loss(output, target, hp), and use hp[{plain[0]!r}] in it."
+        )
+    return Assembly(network, losses, judge, space, dynamics, {"lr": lr, "momentum": momentum}, seed)
+
+
+def _names_of(loss: Any) -> tuple[str, ...]:
+    return tuple(map(str, loss)) if isinstance(loss, Mapping) else ("loss",)
+
+
+def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """Adam that moves every leaf in its own unit."""
+
+    def build(leaves: list[Tensor]) -> torch.optim.Optimizer:
+        units = space.units()
+        return torch.optim.Adam([{"params": [x], "lr": lr * u} for x, u in zip(leaves, units, strict=True)])
+
+    return build
+
+
+def _all_batches(data: Batch | Replay) -> list[Batch]:
+    return [data] if isinstance(data, Batch) else [data(t) for t in range(1, data.per_epoch + 1)]
+
+
+def _warn_of_unseen_examples(declared: list[Hyperparameter], data: Batch | Replay, steps: int) -> None:
+    if not isinstance(data, Replay) or not any(one.per_example for one in declared):
+        return
+    seen = steps * len(data(1).index)
+    if seen < data.examples:
+        warnings.warn(
+            f"{steps} steps show the model {seen:,} of {data.examples:,} examples; the weights of the others will stay "
+            "where they are. Take more steps or larger batches.",
+            BilevelWarning,
+            stacklevel=3,
+        )
+
+
+def _check_numbers(steps: Any, iterations: Any, outer_lr: Any, validation: Any) -> None:
+    for name, value, least in (("steps", steps, 1), ("iterations", iterations, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise BilevelError(f"{name}={value!r} is not possible; pass an int ≥ {least}.")
+    if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
+        raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, 0.1 say.")
+    if validation not in ("whole", "minibatch"):
+        raise BilevelError(f"validation={validation!r} is not known; pass 'whole' or 'minibatch'.")
+
+
+def _diverged(outcome: Outcome) -> DivergenceError:
+    return DivergenceError(
+        f"Training did not survive the hyperparameters that it began with, so there is nothing to tune from. {outcome} "
+        "Begin with a smaller learning rate, or fewer steps."
+    )
+
+
+def _advice(outcome: Outcome) -> Outcome:
+    if outcome.kind != "diverged":
+        return outcome
+    return Outcome(
+        "diverged",
+        f"{outcome} What is returned is the best before that. A narrower range of the learning rate, or a smaller "
+        "outer_lr, keeps training from diverging.",
+    )
