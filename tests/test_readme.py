@@ -1,37 +1,18 @@
 """The README's Python runs as it stands and prints what it says."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
 import pytest
 
+import printed_code
+
 README = Path(__file__).parent.parent / "README.md"
 
 
 def test_the_readme_prints_what_it_shows():
-    scope = {}
-    blocks = re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) >= 3
-    for code, shown in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(README), "exec"), scope)
-        found, expected = printed.getvalue().split(), shown.split()
-        assert len(found) == len(expected)
-        assert [pair for pair in zip(found, expected, strict=True) if not alike(*pair)] == []
-
-
-def alike(found, expected):
-    """The same word, or numbers that differ by rounding only; what is itself a rounding error need only be as small."""
-    if found == expected:
-        return True
-    try:
-        a, b = float(found.strip(",;()")), float(expected.strip(",;()"))
-    except ValueError:
-        return False
-    return abs(a - b) <= 2e-3 * abs(b) or max(abs(a), abs(b)) < 1e-8
+    assert len(printed_code.blocks(README)) >= 3
+    printed_code.assert_prints_what_it_shows(README)
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

@@ -1,0 +1,24 @@
+"""The Python and the commands of the documentation's pages run as they stand and print what they say."""
+
+from pathlib import Path
+
+import pytest
+
+import printed_code
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if printed_code.blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_prints_what_it_shows(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where pages that write files may write them
+    printed_code.assert_prints_what_it_shows(page)
+
+
+@pytest.mark.parametrize("found, shown", [("1\n", ""), ("", "1\n"), ("1.00 a\n", "1.01 a\n"), ("a b\n", "b a\n")])
+def test_a_page_that_shows_something_else_is_noticed(found, shown, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nprint({found!r}, end='')\n```\n```text\n{shown}```\n", encoding="utf-8")
+    with pytest.raises(AssertionError):
+        printed_code.assert_prints_what_it_shows(page)
