@@ -1,10 +1,10 @@
-# `make demo` and `make test` work on a machine that has nothing but Python: they make an environment of their own.
+# `make demo`, `make test` and `make docs` work on a machine that has nothing but Python: they make an environment of their own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/bilevel demo
@@ -16,6 +16,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The site; with BILEVEL_QUICK=1 the gallery's examples run in quick form.
+docs: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -d docs/_build/doctrees docs docs/_build/html
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py
