@@ -17,6 +17,7 @@ ORDER = [
     {"certificate"},
     {"outer_loop", "training", "testing"},
     {"meta", "estimators", "tuning"},
+    {"tabular"},
     {"experiments", "report"},
     {"cli"},
 ]

@@ -1,0 +1,79 @@
+"""The page of `bilevel tune`: one file that shows what the tuning of a table's model found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from importlib import import_module
+from typing import Any
+
+import bilevel
+from bilevel.report.page import TEMPLATES
+from bilevel.report.words import number, setting
+
+CURVE = 400  # points of the validation history
+
+
+def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
+    """The page as text.
+
+    Args:
+        record: the content of result.json.
+        points: the test rows, as `bilevel.tabular.record.test_points` gives them.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    offline: Any = import_module("plotly.offline")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "setting": setting, "four": four}
+    measures = ("accuracy", "log_loss") if record["classes"] else ("r2", "rmse")
+    page = environment.get_template("table.html.j2")
+    return page.render(
+        record=record,
+        measures=measures,
+        words={"r2": "R²", "rmse": "RMSE", "accuracy": "accuracy", "log_loss": "log loss"},
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        version=bilevel.__version__,
+        style=Markup(_text("style.css") + _text("table.css")),
+        script=Markup(_text("table.js")),
+        plotly=Markup(offline.get_plotlyjs()),
+        content=_content(record, points, measures[1]),
+    )
+
+
+def four(value: Any) -> str:
+    """A number in four figures, and a dash where there is none.
+
+    >>> four(0.123456), four(float("nan")), four("nan")
+    ('0.1235', '–', '–')
+    """
+    return f"{value:.4g}" if isinstance(value, (int, float)) and value == value else "–"
+
+
+def _text(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:
+    """What the charts are drawn from."""
+    history = record["history"]
+    count = len(history.get("value", ()))
+    rows = range(0, count, max(1, -(-count // CURVE)))
+    return {
+        "features": [
+            {key: one[key] for key in ("name", "coefficients", "penalty", "shrinkage", "off")}
+            for one in record["features"]
+        ],
+        "classes": record["classes"],
+        "target": record["target"],
+        "errors": [{"name": one["name"], "error": one[measure]} for one in record["comparison"]],
+        "history": {"step": list(rows), **{key: [values[i] for i in rows] for key, values in history.items()}},
+        "points": points,
+    }

@@ -1,0 +1,168 @@
+(() => {
+  "use strict";
+  const $ = (id) => document.getElementById(id);
+  const all = (query) => [...document.querySelectorAll(query)];
+  const root = document.documentElement;
+  const content = JSON.parse($("content").textContent);
+  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  // Plotly reads tags and entities in names, and would follow them.
+  const safe = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const short = (text, most) => safe(text.length > most ? `${text.slice(0, most - 1)}…` : text);
+  root.classList.add("js");
+
+  // ------------------------------------------------------------------ light and dark
+  const prefers = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  try { chosen = localStorage.getItem("bilevel-theme"); } catch { /* a file may have no storage */ }
+  const dark = () => root.dataset.theme === "dark";
+  function paint() {
+    root.dataset.theme = chosen || (prefers.matches ? "dark" : "light");
+    $("theme").setAttribute("aria-pressed", String(dark()));
+    $("theme-word").textContent = dark() ? "Light" : "Dark";
+    $("theme").setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+    draw();
+  }
+  $("theme").addEventListener("click", () => {
+    const next = dark() ? "light" : "dark";
+    chosen = next === (prefers.matches ? "dark" : "light") ? null : next;
+    try {
+      if (chosen) localStorage.setItem("bilevel-theme", chosen);
+      else localStorage.removeItem("bilevel-theme");
+    } catch { /* then it lasts as long as the page */ }
+    paint();
+  });
+  prefers.addEventListener("change", paint);
+
+  // ------------------------------------------------------------------ charts
+  const options = { displaylogo: false, responsive: true, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  function frame(more) {
+    const grid = { gridcolor: colour("--grid"), zerolinecolor: colour("--muted"), linecolor: colour("--line"), automargin: true };
+    return {
+      margin: { l: 50, r: 14, t: 10, b: 46 }, showlegend: false,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { color: colour("--text"), family: "system-ui, sans-serif", size: 13 },
+      hoverlabel: { bgcolor: colour("--panel"), bordercolor: colour("--line"), font: { color: colour("--text") }, namelength: -1 },
+      modebar: { color: colour("--muted"), activecolor: colour("--accent"), bgcolor: "rgba(0,0,0,0)" },
+      ...more,
+      xaxis: { ...grid, ...more.xaxis }, yaxis: { ...grid, ...more.yaxis },
+    };
+  }
+  const show = (id, traces, layout) => Plotly.react($(id), traces, frame(layout), options);
+
+  function drawErrors() {
+    const errors = content.errors;
+    show("errors", [{
+      type: "bar", orientation: "h", y: errors.map((one) => short(one.name, 28)), x: errors.map((one) => one.error),
+      text: errors.map((one) => one.error.toPrecision(4)), textposition: "auto",
+      insidetextfont: { color: colour("--panel") }, outsidetextfont: { color: colour("--text") }, cliponaxis: false,
+      marker: { color: errors.map((_, i) => colour(["--c0", "--c1", "--c7"][i])) }, hovertemplate: "%{x:.5g}<extra></extra>",
+    }], { margin: { l: 10, r: 20, t: 6, b: 30 }, yaxis: { autorange: "reversed" }, xaxis: { rangemode: "tozero" } });
+  }
+
+  const output = () => Number($("class")?.value ?? 0);
+  const size = (one) => Math.hypot(...one.coefficients);
+  const number = (value) => typeof value === "number" ? value : NaN;
+  const orders = {
+    size: (a, b) => size(b) - size(a),
+    penalty: (a, b) => (number(a.penalty) || Infinity) - (number(b.penalty) || Infinity),
+    name: (a, b) => a.name.localeCompare(b.name),
+    table: () => 0,
+  };
+  function drawFeatures() {
+    const sorted = [...content.features].sort(orders[$("order").value]).slice(0, Number($("many").value));
+    $("how-many").textContent = `${sorted.length} of ${content.features.length} drawn`;
+    const [on, off] = [colour("--c0"), colour("--panel")];
+    // Places, not names: two long names may look alike when shortened.
+    const y = sorted.map((_, i) => i);
+    const names = sorted.map((one) => short(one.name, 26));
+    const whole = sorted.map((one) => safe(one.name));
+    const axis = { autorange: false, range: [sorted.length - 0.4, -0.6], tickvals: y, ticktext: names, showgrid: false, zeroline: false };
+    const height = `${Math.max(8, 1.45 * sorted.length + 4)}rem`;
+    for (const id of ["coefficients", "penalties"]) $(id).style.height = height;
+    const layout = { margin: { l: 20, r: 16, t: 6, b: 36 }, yaxis: axis, height: undefined };
+    const hollow = { width: 1.5, color: on };
+    show("coefficients", [{
+      type: "bar", orientation: "h", y, x: sorted.map((one) => one.coefficients[output()]), customdata: whole,
+      marker: { color: sorted.map((one) => one.off ? off : on), line: hollow }, hovertemplate: "%{customdata}: %{x:.5g}<extra></extra>",
+    }], layout);
+    show("penalties", [{
+      type: "scatter", mode: "markers", y, x: sorted.map((one) => number(one.penalty) > 0 ? one.penalty : null),
+      customdata: sorted.map((one) => [safe(one.name), (100 * one.shrinkage).toFixed(1)]),
+      marker: { size: 11, color: sorted.map((one) => one.off ? off : on), line: hollow },
+      hovertemplate: "%{customdata[0]}: α = %{x:.4g}, alone it would lose %{customdata[1]} %<extra></extra>",
+    }], { ...layout, xaxis: { type: "log", exponentformat: "power", nticks: 6 } });
+    for (const id of ["coefficients", "penalties"]) Plotly.Plots.resize($(id));
+  }
+
+  function drawPoints() {
+    const { points, classes } = content;
+    const some = points.rows.length < points.of ? `${points.rows.length} of ${points.of} test rows` : `${points.of} test rows`;
+    if (!classes.length) {
+      const every = [...points.truth, ...points.predicted];
+      const [low, high] = [Math.min(...every), Math.max(...every)];
+      $("points-what").textContent = `${some}; on the line, a prediction is right`;
+      show("points", [
+        { type: "scatter", mode: "lines", x: [low, high], y: [low, high], line: { color: colour("--muted"), dash: "dash", width: 1.5 }, hoverinfo: "skip" },
+        { type: "scatter", mode: "markers", x: points.truth, y: points.predicted, customdata: points.rows,
+          marker: { size: 7, opacity: points.rows.length > 500 ? 0.4 : 0.7, color: colour("--c0") },
+          hovertemplate: "row %{customdata}: true %{x:.5g}, predicted %{y:.5g}<extra></extra>" },
+      ], { xaxis: { title: { text: `true ${short(content.target, 30)}` } }, yaxis: { title: { text: "predicted" } } });
+    } else if (classes.length === 2) {
+      const right = points.confusion[0][0] + points.confusion[1][1];
+      $("points-what").textContent = `${some}, ${right} of ${points.of} right; the probability of ${classes[1]}, by true class`;
+      const traces = classes.map((name, k) => ({
+        type: "histogram", name: `true: ${short(name, 30)}`, x: points.predicted.filter((_, i) => points.truth[i] === k),
+        xbins: { start: 0, end: 1.0001, size: 0.05 }, opacity: 0.75, marker: { color: colour(`--c${k}`) }, hovertemplate: "%{y} rows at %{x}",
+      }));
+      show("points", traces, { barmode: "stack", showlegend: true, legend: { orientation: "h", y: 1.15 }, margin: { l: 50, r: 14, t: 34, b: 46 },
+        xaxis: { range: [0, 1], title: { text: `probability of ${short(classes[1], 30)}` } }, yaxis: { title: { text: "test rows" } } });
+    } else {
+      $("points-what").textContent = `${points.of} test rows by true and predicted class`;
+      const names = classes.map((name) => short(name, 18));
+      const axis = { tickvals: names.map((_, i) => i), ticktext: names, showgrid: false, zeroline: false };
+      show("points", [{
+        type: "heatmap", z: points.confusion, x: names.map((_, i) => i), y: names.map((_, i) => i), showscale: false, xgap: 2, ygap: 2,
+        colorscale: [[0, colour("--soft")], [1, colour("--c0")]], text: points.confusion, texttemplate: classes.length <= 15 ? "%{text}" : "",
+        hovertemplate: "%{z} test rows<extra></extra>",
+      }], { xaxis: { ...axis, title: { text: "predicted" } }, yaxis: { ...axis, autorange: "reversed", title: { text: "true" } } });
+    }
+  }
+
+  function drawHistory() {
+    const { step, value, seconds } = content.history;
+    const steep = Math.min(...value) > 0 && Math.max(...value) > 20 * Math.min(...value);
+    show("history", [{
+      type: "scatter", mode: value.length < 60 ? "lines+markers" : "lines", x: step, y: value, customdata: seconds ?? [],
+      line: { color: colour("--c0"), width: 2 }, hovertemplate: "%{y:.6g} after %{customdata:.2f} s<extra></extra>",
+    }], { xaxis: { title: { text: "evaluations of the validation error" } }, yaxis: { type: steep ? "log" : "linear" } });
+  }
+  function draw() { drawErrors(); drawFeatures(); drawPoints(); drawHistory(); }
+  $("choose").addEventListener("input", drawFeatures);
+  for (const form of all("form")) form.addEventListener("submit", (event) => event.preventDefault());
+
+  // ------------------------------------------------------------------ the table, and the command
+  const rows = all("#all tbody tr");
+  $("find").addEventListener("input", (event) => {
+    const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+    const count = rows.filter((row) => !row.hidden).length;
+    $("find-count").textContent = `${count} of ${rows.length} shown`;
+    $("find-none").hidden = count > 0;
+  });
+  for (const button of all("[data-copy]")) {
+    button.addEventListener("click", async () => {
+      try { await navigator.clipboard.writeText(button.dataset.copy); }
+      catch {
+        const range = document.createRange();
+        range.selectNodeContents(button.parentElement.querySelector("code"));
+        getSelection().removeAllRanges();
+        getSelection().addRange(range);
+        document.execCommand("copy");
+      }
+      button.textContent = "Copied";
+      $("said").textContent = "Copied the command";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+  }
+  paint();
+})();
