@@ -1,0 +1,231 @@
+"""What the estimators share: parameters, the search for the penalties, and what is known afterwards."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from sklearn.base import BaseEstimator
+from sklearn.utils.extmath import safe_sparse_dot
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from typing_extensions import Self
+
+from bilevel.certificate import Certificate, certify
+from bilevel.errors import BilevelError
+from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.descent import PLENTY, TETHERS, Descent, Record, choose_tether
+from bilevel.estimators.folds import Array, Folds, split
+from bilevel.estimators.hyperparameters import grouping, is_shared
+from bilevel.progress import bar
+
+PARAMETERS = """
+    Args:
+        penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
+            feature for one per group.
+        cv: the criterion: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, or an iterable
+            of (train, test) indices. None means 5 folds. Folds are shuffled.
+        tether: what keeps penalties that are tuned on few rows from following chance: their distance from each other,
+            times this strength, is added to the criterion (relative to its value, per row). 0 lets them go, inf makes
+            them equal. "auto" chooses by nested cross-validation, unless there are 50 rows for every penalty.
+        fit_intercept: whether to add an intercept, which is not penalised.
+        max_iter: the most iterations of L-BFGS over the penalties.
+        tol: stop when an iteration improves the criterion by less than this, relatively.
+        warm_start: begin at the penalties of the last fit, and keep its tether.
+        random_state: of the shuffle before rows are dealt into folds.
+        verbose: show a progress bar.
+
+    Attributes:
+        alpha_: the tuned penalty: a number for "shared", an array with one per feature otherwise.
+        tether_: the strength that was used.
+        coef_, intercept_: trained on all rows with these penalties.
+        history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion.
+        method_: a sentence that says how hypergradients were computed, and why so.
+        outcome_: a sentence that says how the search ended.
+        certificate_: how far the folds' weights and the criterion are from those of the exact inner solution.
+        n_iter_: evaluations of the criterion with its hypergradient.
+"""
+
+
+class BilevelEstimator(BaseEstimator):
+    """A linear model whose penalties are tuned by hypergradients of a hold-out or cross-validation criterion."""
+
+    _classes = False
+
+    def __init__(
+        self,
+        penalty: Any = "per-feature",
+        *,
+        cv: Any = None,
+        tether: Any = "auto",
+        fit_intercept: bool = True,
+        max_iter: int = 100,
+        tol: float = 1e-5,
+        warm_start: bool = False,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        self.penalty = penalty
+        self.cv = cv
+        self.tether = tether
+        self.fit_intercept = fit_intercept
+        self.max_iter = max_iter
+        self.tol = tol
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    @abstractmethod
+    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+        """The criterion for this data; X is scaled already, y has shape (rows, outputs)."""
+
+    def _box(self, X: Any, y: Array, weight: Array) -> tuple[float, float]:
+        """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
+
+        The largest curvature of the loss that a feature can have is the scale of both.
+        """
+        squares = X.multiply(X) if sparse.issparse(X) else X**2
+        scale = float(np.max(weight @ squares)) or 1.0
+        return math.log(1e-9 * scale), math.log(1e6 * scale)
+
+    def _tune(self, X: Any, y: Array, weight: Array, outputs: Array) -> tuple[Array, Array]:
+        """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.
+
+        Args:
+            y: what the folds are dealt out by.
+            outputs: what is fitted, of shape (rows, outputs).
+        """
+        self._check_settings()
+        groups = grouping(self.penalty, X.shape[1])
+        shared = is_shared(self.penalty)
+        free = not shared and self.tether == "auto" and groups.count > 1
+        folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, halve_holdout=free)
+        # One penalty per feature means the same for features in any unit, and is sought in units in which they are
+        # alike. A shared one means what it means in scikit-learn: the same number for the features as given.
+        scale = _spread(X, weight) if groups.count == X.shape[1] and not shared else np.ones(X.shape[1])
+        X = _divided(X, scale)
+        criterion = self._criterion(X, outputs, folds)
+        descent = Descent(criterion, groups, self._box(X, outputs, weight), self.max_iter, self.tol)
+        with self._progress() as advance:
+            lam = self._search(descent, free, shared, 2 * np.log(scale), advance)
+        log_alpha = groups.spread(lam)
+        alpha = np.exp(log_alpha) * scale**2
+        self.alpha_ = float(alpha[0]) if shared else alpha
+        self.method_ = criterion.method
+        self.certificate_ = self._certify(criterion, log_alpha)
+        coef, intercept = criterion.refit(log_alpha)
+        return coef / scale[:, None], intercept
+
+    def _search(
+        self, descent: Descent, free: bool, shared: bool, log_scale: Array, advance: Callable[..., None]
+    ) -> Array:
+        record = Record(lambda value: advance(len(record.rows), value=f"{value:.6g}"))
+        previous = getattr(self, "alpha_", None) if self.warm_start else None
+        groups = descent.grouping
+        if previous is not None and np.size(previous) in (1, len(log_scale)):
+            # Penalties of the last fit, each group at the mean of its features'.
+            known = np.log(np.broadcast_to(previous, log_scale.shape)) - log_scale
+            start = (groups.gather(known) / groups.gather(np.ones_like(known))).clip(*descent.box)
+        else:
+            previous, start = None, descent.shared(record)
+        if shared:
+            self.tether_ = math.inf
+        elif previous is not None and hasattr(self, "tether_") and self.tether == "auto":
+            pass
+        elif not free:
+            self.tether_ = 0.0 if self.tether == "auto" else float(self.tether)
+        elif descent.criterion.folds.total >= PLENTY * groups.count:
+            self.tether_ = TETHERS[-1]
+        else:
+            self.tether_, self.tether_errors_ = choose_tether(descent, start, lambda k: advance(len(record.rows)))
+        stages = tuple(t for t in TETHERS[1:-1] if t > self.tether_) if previous is None and self.tether_ > 0 else ()
+        if not math.isinf(self.tether_) and stages:
+            start = descent.path(start, stages, record)[-1]
+        lam, self.outcome_ = descent.finish(start, self.tether_, record)
+        self.history_ = record.arrays()
+        self.n_iter_ = len(record.rows)
+        return lam
+
+    def _progress(self) -> Any:
+        if not self.verbose:
+            return nullcontext(lambda done, **fields: None)
+        return bar("hypergradients", None, "criterion {task.fields[value]}")
+
+    def _certify(self, criterion: Criterion, log_alpha: Array) -> Certificate:
+        problem, lam, task, w, told = criterion.bilevel_problem(log_alpha)
+        certificate = certify(problem, lam, task, dynamics=_no_step, steps=0, start=w, **told)
+        # Nothing of the data stays behind, and the estimator can be pickled.
+        return replace(certificate, search=None)
+
+    def _check_settings(self) -> None:
+        if not (self.tether == "auto" if isinstance(self.tether, str) else self.tether >= 0):
+            raise BilevelError(
+                f"tether={self.tether!r} is not known; pass 'auto' or a number ≥ 0 (inf for one penalty)."
+            )
+        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
+            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations; pass an int ≥ 1.")
+        if not isinstance(self.tol, Real) or not self.tol >= 0:
+            raise BilevelError(f"tol={self.tol!r} is not a tolerance; pass a number ≥ 0.")
+
+    def _scores(self, X: Any) -> Array:
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
+        return safe_sparse_dot(X, np.asarray(self.coef_).T, dense_output=True) + self.intercept_
+
+    def _weights(self, sample_weight: Any, X: Any) -> Array:
+        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        if not weight.sum() > 0:
+            raise BilevelError("All sample weights are zero, so there is nothing to fit; pass a positive one.")
+        return weight
+
+
+class BilevelRegressor(BilevelEstimator):
+    """An estimator of numbers, one or several for each row."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.single_output, tags.target_tags.multi_output = False, True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Tune the penalties, then train on all rows with them."""
+        X, y = validate_data(
+            self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
+        )
+        y = np.asarray(y, dtype=np.float64)
+        coef, intercept = self._tune(X, y, self._weights(sample_weight, X), y.reshape(len(y), -1))
+        self.coef_ = coef.T if y.ndim == 2 else coef[:, 0]
+        self.intercept_ = intercept if y.ndim == 2 else float(intercept[0])
+        return self
+
+    def predict(self, X: Any) -> Array:
+        return self._scores(X)
+
+
+def _no_step(loss: Any, w: Any, state: Any, t: int) -> tuple[Any, Any]:
+    """The dynamics of a w that was found by other means."""
+    return w, state
+
+
+def _spread(X: Any, weight: Array) -> Array:
+    """The standard deviation of every feature; 1 for a constant one."""
+    share = weight / weight.sum()
+    mean = np.asarray(share @ X).reshape(-1)
+    squares = np.asarray(share @ (X.multiply(X) if sparse.issparse(X) else X**2)).reshape(-1)
+    deviation = np.sqrt(np.clip(squares - mean**2, 0, None))
+    return np.where(deviation > 1e-12 * np.sqrt(squares), deviation, 1.0)
+
+
+def _divided(X: Any, scale: Array) -> Any:
+    return (X @ sparse.diags(1 / scale)).tocsr() if sparse.issparse(X) else X / scale

@@ -1,0 +1,149 @@
+"""The outer level: minimise the criterion over the log penalties, and choose how freely they may differ."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+
+from bilevel.errors import Outcome
+from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.folds import Array
+from bilevel.estimators.hyperparameters import Grouping, tether
+
+# From one penalty for all (∞) to penalties that hardly hold each other.
+TETHERS = (math.inf, 3.0, 1.0, 0.5, 0.25, 0.1)
+# With this many rows for every penalty the tether hardly matters, and is not worth choosing.
+PLENTY = 50
+
+
+@dataclass
+class Record:
+    """The history of all evaluations, shared by the stages of a descent."""
+
+    report: Callable[[float], None] = field(default=lambda value: None)
+    began: float = field(default_factory=time.perf_counter)
+    rows: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def add(self, value: float, norm: float) -> None:
+        self.rows.append((value, norm, time.perf_counter() - self.began))
+        self.report(value)
+
+    def arrays(self) -> dict[str, Array]:
+        table = np.array(self.rows).reshape(-1, 3)
+        return {"value": table[:, 0], "gradient_norm": table[:, 1], "seconds": table[:, 2]}
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Minimises f over λ by L-BFGS-B, from penalties that are all alike towards penalties that differ.
+
+    Args:
+        criterion: f as a function of every feature's log penalty.
+        grouping: which of them are one hyperparameter.
+        box: the range of λ, for each.
+        max_iter: L-BFGS iterations for each tether.
+        tol: stop where an iteration improves f by less than this, relatively.
+    """
+
+    criterion: Criterion
+    grouping: Grouping
+    box: tuple[float, float]
+    max_iter: int
+    tol: float
+
+    def shared(self, record: Record | None = None) -> Array:
+        """The best penalty that is the same for all: a coarse grid, then descent from its best point."""
+        grid = np.linspace(*self.box, 13)[1:-1]
+        ones = np.ones(self.grouping.count)
+        values = [self.criterion.evaluate(self.grouping.spread(t * ones)).value for t in grid]
+        best = ones * grid[int(np.nanargmin(values))]
+        return self._minimise(best, math.inf, record or Record())[0]
+
+    def path(self, start: Array, tethers: tuple[float, ...], record: Record | None = None) -> list[Array]:
+        """λ for every tether, each begun where the one before it ended."""
+        record, found = record or Record(), [start]
+        for strength in tethers:
+            found.append(self._minimise(found[-1], strength, record)[0])
+        return found[1:]
+
+    def finish(self, start: Array, strength: float, record: Record) -> tuple[Array, Outcome]:
+        """λ at one tether, and how the search for it ended."""
+        return self._minimise(start, strength, record)
+
+    def _minimise(self, start: Array, strength: float, record: Record) -> tuple[Array, Outcome]:
+        """λ that minimises f + strength·f₀/n·tether, by L-BFGS-B; an infinite strength keeps all entries equal."""
+        tied = math.isinf(strength)
+        scale = 0.0
+        if not tied and strength > 0:
+            scale = strength * self._level(start) / self.criterion.folds.total
+
+        def objective(x: Array) -> tuple[float, Array]:
+            lam = np.full(self.grouping.count, x[0]) if tied else x
+            found = self.criterion.evaluate(self.grouping.spread(lam))
+            slope = self.grouping.gather(found.gradient)
+            if tied:
+                slope = slope.sum(keepdims=True)
+            record.add(found.value, float(np.linalg.norm(slope)))
+            if scale == 0:
+                return found.value, slope
+            apart, pull = tether(lam)
+            return found.value + scale * apart, slope + scale * pull
+
+        begin = start[:1] if tied else start
+        result = minimize(
+            objective,
+            begin,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[self.box] * len(begin),
+            options={"maxiter": self.max_iter, "ftol": self.tol, "gtol": 0.0},
+        )
+        lam = np.full(self.grouping.count, result.x[0]) if tied else result.x
+        return lam, _outcome(result, self.max_iter, self.tol)
+
+    def _level(self, lam: Array) -> float:
+        """f₀, which makes the tether independent of the units of the target."""
+        return max(self.criterion.evaluate(self.grouping.spread(np.full_like(lam, lam.mean()))).value, 1e-300)
+
+
+def choose_tether(descent: Descent, start: Array, report: Callable[[int], None]) -> tuple[float, Array]:
+    """The tether with the least error in nested cross-validation, and the error of every one.
+
+    For each fold k, λ is tuned on the other folds with fold k's rows taken out, for every tether; fold k, trained with
+    that λ, then judges it. What is judged was therefore never seen by what it judges.
+    """
+    criterion, errors = descent.criterion, np.full((descent.criterion.folds.count, len(TETHERS)), np.nan)
+    for k in range(criterion.folds.count):
+        rest = criterion.folds.without(k)
+        if rest.count == 0:
+            continue
+        judge = criterion.restricted(criterion.folds.only(k))
+        inner = replace(
+            descent,
+            criterion=criterion.restricted(rest),
+            max_iter=min(descent.max_iter, 30),
+            tol=max(descent.tol, 1e-4),
+        )
+        for index, lam in enumerate(inner.path(start, TETHERS)):
+            errors[k, index] = judge.evaluate(descent.grouping.spread(lam)).value * judge.folds.total
+        report(k + 1)
+    errors = errors[~np.isnan(errors).any(1)]
+    worse = errors - errors[:, [int(np.argmin(errors.sum(0)))]]
+    # Chance alone makes one of the freer tethers look best now and then. The tightest that is not clearly worse is
+    # taken: within half a standard error of the paired differences.
+    doubt = 0.5 * worse.std(0, ddof=1) * math.sqrt(len(worse)) if len(worse) > 1 else 0.0
+    return TETHERS[int(np.argmax(worse.sum(0) <= doubt))], errors.sum(0) / criterion.folds.total
+
+
+def _outcome(result: Any, max_iter: int, tol: float) -> Outcome:
+    if result.nit >= max_iter:
+        return Outcome("finished", f"Ran all {max_iter} iterations; raise max_iter to go on.")
+    return Outcome(
+        "converged", f"Converged after {result.nit} iterations: the criterion improves by less than {tol:g} of itself."
+    )

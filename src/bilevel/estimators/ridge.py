@@ -1,0 +1,47 @@
+"""Ridge regression with as many penalties as features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sklearn.base import RegressorMixin
+
+from bilevel.estimators.base import PARAMETERS, BilevelRegressor
+from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.engine_criterion import EngineCriterion
+from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.hyperparameters import is_shared
+from bilevel.estimators.linear_problem import squared_error
+from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
+
+
+# The largest matrix that is factorised; beyond it conjugate gradients are faster and need no such matrix.
+LARGEST = 3000
+
+
+class BilevelRidge(RegressorMixin, BilevelRegressor):
+    __doc__ = f"""Ridge regression whose penalties are tuned by hypergradients.
+
+    min over w of Σ_i s_i (y_i − x_i·w − b)² + Σ_j α_j w_j², the objective of scikit-learn's `Ridge` where all α_j are
+    equal.
+{PARAMETERS}
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(80, 40))
+    >>> y = X[:, 0] - X[:, 1] + 0.1 * rng.normal(size=80)
+    >>> model = BilevelRidge().fit(X, y)
+    >>> bool(model.alpha_[2:].min() > 100 * model.alpha_[:2].max())
+    True
+    """
+
+    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+        rows, features = X.shape
+        if min(rows, features) > LARGEST:
+            share = folds.weight / folds.weight.sum()
+            return EngineCriterion(
+                squared_error(X, y, folds, self.fit_intercept),
+                lambda w: share @ (y - X @ w) if self.fit_intercept else 0 * y[0],
+            )
+        if features <= rows:
+            return NormalEquations.of(X, y, folds, self.fit_intercept, is_shared(self.penalty))
+        return KernelEquations(X, y, folds, self.fit_intercept)
