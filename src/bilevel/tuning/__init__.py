@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bilevel.tuning.gap import Gap
+from bilevel.tuning.preparation import Prepared, prepare
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.augmentation import Augmentation, gaussian_noise
 from bilevel.tuning.roles.base import Hyperparameter
@@ -26,9 +27,11 @@ __all__ = [
     "LearningRate",
     "LossWeights",
     "Momentum",
+    "Prepared",
     "Transform",
     "Tuned",
     "WeightDecay",
     "gaussian_noise",
+    "prepare",
     "tune",
 ]

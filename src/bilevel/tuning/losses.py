@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bilevel.errors import BilevelError
@@ -88,8 +87,3 @@ def _unreduced(loss: Any) -> Callable[..., Any]:
     except (TypeError, ValueError):
         known = False
     return functools.partial(loss, reduction="none") if known else loss
-
-
-def nothing(w: dict[str, Tensor]) -> Tensor:
-    """A zero of w's kind."""
-    return torch.zeros_like(next(iter(w.values())).sum())

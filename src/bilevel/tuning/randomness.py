@@ -30,9 +30,13 @@ def seeded(seed: int, what: str, number: int, device: torch.device | None = None
     (True, True)
     """
     number = mixed(seed, what, number)
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-        torch.manual_seed(number)
+    cuda = device is not None and device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else []):
+        # Not torch.manual_seed, which notes the whole stack for devices that are not there yet: it takes milliseconds.
+        torch.default_generator.manual_seed(number)
+        if cuda:
+            torch.cuda.manual_seed(number)
+        states = random.getstate(), np.random.get_state()
         random.seed(number)
         np.random.seed(number)
         try:

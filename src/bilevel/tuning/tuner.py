@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,23 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import trees
-from bilevel.errors import BilevelError, BilevelWarning, DivergenceError, Outcome
-from bilevel.hypergradients import value_of
-from bilevel.methods.auto import choose
+from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.methods.base import Method
-from bilevel.methods.process import Process
-from bilevel.methods.spectral import Spectral
 from bilevel.outer_loop import Iteration, solve
-from bilevel.problem import Problem, Task
-from bilevel.tuning.assembly import Assembly
-from bilevel.tuning.batches import Batch, Replay, SameBatch, training_data, whole
-from bilevel.tuning.gap import find_gap
-from bilevel.tuning.losses import Criterion, criteria
-from bilevel.tuning.network import Network
+from bilevel.problem import Task
+from bilevel.tuning.batches import Replay
+from bilevel.tuning.preparation import Prepared, prepare
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
-from bilevel.tuning.setup import Setup
-from bilevel.tuning.space import Space, declared_in
+from bilevel.tuning.space import Space
 
 # Of hyperparameters with more entries than this no history is kept.
 REMEMBERED = 1000
@@ -119,37 +109,33 @@ def tune(
     >>> found.value < found.start_value, sorted(found.values), found.values["lr"].shape, found.outcome.kind
     (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
     """
-    declared = declared_in(hyperparameters)
-    _check_numbers(steps, iterations, outer_lr, validation)
-    network = Network(model)
-    data, examples = training_data(train, seed, network.like, steps)
-    everything = whole(val, seed, network.like, "val")
-    setup = Setup(network.w, steps, examples, _names_of(loss))
-    assembly = _assemble(network, loss, val_loss, Space.of(declared, setup), dynamics, lr, momentum, seed)
-    _warn_of_unseen_examples(declared, data, steps)
-
-    first = data(1) if isinstance(data, Replay) else data
-    assembly.random = assembly.draws(first)
-    if assembly.random and isinstance(data, Batch):
-        training: Any = SameBatch(data)
-    else:
-        training = data
-    task = Task(training, everything)
-    job = _Job(assembly, assembly.problem(), task, steps)
-    chosen, reason = job.method(method)
-    tasks: Any = task
-    if validation == "minibatch":
-        tasks = _Minibatches(training, val, seed, network.like, iterations)
-    path = _Path(job.assembly.space)
+    _check_numbers(iterations, outer_lr, validation)
+    job = prepare(
+        model,
+        loss,
+        hyperparameters,
+        train,
+        val,
+        val_loss=val_loss,
+        steps=steps,
+        dynamics=dynamics,
+        lr=lr,
+        momentum=momentum,
+        seed=seed,
+    )
+    space = job.space
+    tasks = job.task if validation == "whole" else _Minibatches(job, val, iterations)
+    chosen, reason = job.choose(method)
+    path = _Path(space)
     solution = solve(
         job.problem,
-        assembly.space.lam,
+        space.lam,
         tasks,
-        dynamics=assembly.dynamics,
+        dynamics=job.dynamics,
         steps=steps,
         method=chosen,
-        optimizer=optimizer or _adam(assembly.space, outer_lr),
-        constraint=assembly.space.constraint(),
+        optimizer=optimizer or _adam(space, outer_lr),
+        constraint=space.constraint(),
         iterations=iterations,
         # With the whole validation set the best is kept; solve does so when it is told to be patient.
         patience=(patience or iterations + 1) if validation == "whole" else patience,
@@ -158,66 +144,20 @@ def tune(
     )
     if solution.inner is None:
         raise _diverged(solution.outcome)
-    value = solution.value
-    if validation == "minibatch":
-        value = float(job.value(solution.outer))
-    history: dict[str, Any] = {**solution.history, "values": path.arrays(len(solution.history["value"]))}
+    value = solution.value if validation == "whole" else job.value(solution.outer)
     return Tuned(
-        model=network.trained(solution.inner, _all_batches(data)),
-        values=assembly.space.plain(solution.outer),
-        before=assembly.space.plain(assembly.space.lam),
+        model=job.trained(solution.inner),
+        values=space.plain(solution.outer),
+        before=space.plain(space.lam),
         value=value,
         start_value=float(solution.history["value"][0]) if iterations else value,
-        history=history,
+        history={**solution.history, "values": path.arrays()},
         outcome=_advice(solution.outcome),
         method=reason,
         lam=solution.outer,
-        space=assembly.space,
-        ask_gap=lambda: find_gap(
-            job.problem,
-            solution.outer,
-            solution.inner,
-            task,
-            whole(train, seed, network.like, "train") if isinstance(data, Replay) else None,
-            assembly.dynamics,
-            steps,
-            assembly.random,
-        ),
+        space=space,
+        ask_gap=lambda: job.gap(solution.outer, solution.inner),
     )
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The bilevel problem and its data."""
-
-    assembly: Assembly
-    problem: Problem
-    task: Task
-    steps: int
-
-    def method(self, given: Any) -> tuple[Method, str]:
-        """The method and why; chosen once, since all that "auto" chooses from are exact."""
-        if given != "auto":
-            if not isinstance(given, Method):
-                raise BilevelError(
-                    f"method={given!r} is not a method. Pass an instance such as Reverse() or Forward(), or 'auto'."
-                )
-            return given, f"{given}, as asked."
-        process = self._process()
-        chosen, reason = choose(process)
-        if isinstance(chosen, Spectral):
-            try:
-                # The closed form notices only when it is computed that the loss is not quadratic.
-                chosen(process)
-            except BilevelError:
-                chosen, reason = choose(self._process(), closed_form=False)
-        return chosen, reason
-
-    def value(self, lam: Any) -> Tensor:
-        return value_of(self.problem, lam, self.task, dynamics=self.assembly.dynamics, steps=self.steps)
-
-    def _process(self) -> Process:
-        return Process(self.problem, self.assembly.space.lam, self.task, self.assembly.dynamics, self.steps)
 
 
 class _Path:
@@ -233,7 +173,7 @@ class _Path:
             values = self._space.values(iteration.lam)
         self._seen.append({n: trees.to_vector(trees.leaves(values[n])).cpu().numpy().copy() for n in self._names})
 
-    def arrays(self, count: int) -> dict[str, Any]:
+    def arrays(self) -> dict[str, Any]:
         """Arrays of shape (hyperiterations, entries); (hyperiterations,) for single numbers."""
         found = {name: np.stack([seen[name] for seen in self._seen]) for name in self._names if self._seen}
         return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in found.items()}
@@ -242,56 +182,18 @@ class _Path:
 class _Minibatches:
     """The task of hyperiteration k: the same training, the k-th validation batch."""
 
-    def __init__(self, training: Any, val: Any, seed: int, like: Tensor, iterations: int) -> None:
+    def __init__(self, job: Prepared, val: Any, iterations: int) -> None:
         if not isinstance(val, torch.utils.data.DataLoader):
             raise BilevelError(
                 f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
                 "validation='whole'."
             )
-        self._training = training
-        self._replay = Replay(val, seed + 1, like, max(iterations, 1), "val")
+        self._training = job.task.train
+        # Another seed than that of training: the two loaders may read one data set.
+        self._replay = Replay(val, job.seed + 1, job.network.like, max(iterations, 1), "val")
 
     def __call__(self, k: int) -> Task:
         return Task(self._training, self._replay(k + 1))
-
-
-def _assemble(
-    network: Network,
-    loss: Any,
-    val_loss: Any,
-    space: Space,
-    dynamics: Any,
-    lr: float | None,
-    momentum: float | None,
-    seed: int,
-) -> Assembly:
-    losses = criteria(loss, any(one.per_example for one in space.declared))
-    takes_hp = any(one.takes_hp for one in losses.values())
-    if val_loss is None and (takes_hp or len(losses) > 1):
-        raise BilevelError(
-            f"loss {'takes hyperparameters' if takes_hp else f'names {len(losses)} losses'}, and val_loss is not "
-            "given. The validation loss must not be something that hyperparameters can make small by themselves: pass "
-            "val_loss=…, torch.nn.functional.cross_entropy say."
-        )
-    judge = Criterion(next(iter(loss.values())) if isinstance(loss, Mapping) else loss, "loss")
-    if val_loss is not None:
-        judge = Criterion(val_loss, "val_loss")
-    mixers = [one.name for one in space.declared if type(one).mix is not Hyperparameter.mix]
-    if len(losses) > 1 and len(mixers) != 1:
-        raise BilevelError(
-            f"loss names {len(losses)} losses and {len(mixers)} hyperparameters to mix them. Declare one LossWeights()."
-        )
-    plain = [one.name for one in space.declared if type(one) is Hyperparameter]
-    if plain and not (takes_hp or judge.takes_hp or (callable(dynamics) and not isinstance(dynamics, type))):
-        raise BilevelError(
-            f"Hyperparameter {plain[0]!r} reaches nothing: neither the loss nor the dynamics takes it. Write the loss "
-            f"with a third argument, loss(output, target, hp), and use hp[{plain[0]!r}] in it."
-        )
-    return Assembly(network, losses, judge, space, dynamics, {"lr": lr, "momentum": momentum}, seed)
-
-
-def _names_of(loss: Any) -> tuple[str, ...]:
-    return tuple(map(str, loss)) if isinstance(loss, Mapping) else ("loss",)
 
 
 def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
@@ -304,27 +206,9 @@ def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optim
     return build
 
 
-def _all_batches(data: Batch | Replay) -> list[Batch]:
-    return [data] if isinstance(data, Batch) else [data(t) for t in range(1, data.per_epoch + 1)]
-
-
-def _warn_of_unseen_examples(declared: list[Hyperparameter], data: Batch | Replay, steps: int) -> None:
-    if not isinstance(data, Replay) or not any(one.per_example for one in declared):
-        return
-    seen = steps * len(data(1).index)
-    if seen < data.examples:
-        warnings.warn(
-            f"{steps} steps show the model {seen:,} of {data.examples:,} examples; the weights of the others will stay "
-            "where they are. Take more steps or larger batches.",
-            BilevelWarning,
-            stacklevel=3,
-        )
-
-
-def _check_numbers(steps: Any, iterations: Any, outer_lr: Any, validation: Any) -> None:
-    for name, value, least in (("steps", steps, 1), ("iterations", iterations, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise BilevelError(f"{name}={value!r} is not possible; pass an int ≥ {least}.")
+def _check_numbers(iterations: Any, outer_lr: Any, validation: Any) -> None:
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
+        raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
         raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, 0.1 say.")
     if validation not in ("whole", "minibatch"):

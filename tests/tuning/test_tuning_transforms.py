@@ -1,0 +1,68 @@
+"""Transforms are invertible, stay in their range, and are found by their words."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bilevel.errors import BilevelError
+from bilevel.tuning.transforms import as_transform, find
+
+RANGES = {"log": (1e-4, 50.0), "logit": (-2.0, 3.0), "softplus": (0.5, 40.0), None: (-3.0, 7.0)}
+leaves = st.lists(st.floats(-8, 8), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("word", RANGES)
+@given(numbers=leaves)
+def test_value_and_leaf_are_inverse_and_values_stay_in_the_range(word, numbers):
+    kind = as_transform("x", word, RANGES[word])
+    low, high = kind.limits()
+    leaf = kind.constraint().project(torch.tensor(numbers))
+    value = kind.value(leaf)
+    assert bool((leaf >= low).all()) and bool((leaf <= high).all())
+    assert bool((value >= RANGES[word][0] - 1e-12).all()) and bool((value <= RANGES[word][1] + 1e-9).all())
+    torch.testing.assert_close(kind.leaf(value), leaf, rtol=1e-7, atol=1e-7)
+
+
+@given(numbers=st.lists(st.floats(-5, 5), min_size=2, max_size=6))
+def test_simplex_weights_add_up_and_are_invertible_on_centred_leaves(numbers):
+    kind = as_transform("x", "simplex", None)
+    leaf = torch.tensor(numbers)
+    value = kind.value(leaf)
+    assert abs(float(value.sum()) - 1) < 1e-12
+    torch.testing.assert_close(kind.leaf(value), leaf - leaf.mean())
+
+
+@pytest.mark.parametrize("word", find())
+def test_values_are_differentiable_in_the_leaf(word):
+    kind = as_transform("x", word, RANGES.get(word))
+    leaf = torch.linspace(-1, 1, 4, requires_grad=True)
+    assert torch.autograd.gradcheck(kind.value, leaf)
+
+
+def test_the_ends_are_where_the_range_says():
+    assert as_transform("x", "log", (1e-3, 10)).limits() == (math.log(1e-3), math.log(10))
+    assert as_transform("x", None, (None, 2)).limits() == (-math.inf, 2)
+    assert as_transform("x", None, None).constraint() is None
+    assert as_transform("x", None, (0, 5)).unit(torch.tensor(1.0)) == 0.5
+    assert float(as_transform("x", "softplus", (0, 3)).value(torch.tensor(20.0).clamp(max=2.95))) < 3.1
+
+
+@pytest.mark.parametrize(
+    ("word", "ends", "says"),
+    [
+        ("cube", None, "'cube', which is not known. Pass one of 'log', 'logit', 'simplex', 'softplus'"),
+        ("log", (0, 1), "logarithm of 0.0 does not exist"),
+        ("logit", (0, float("inf")), "two finite ends"),
+        ("simplex", (0, 3), "leave the range out"),
+        (None, (2, 1), "empty range"),
+        (None, 3, "pass a pair"),
+        (as_transform("x", "log", None), (1, 2), "range of its own"),
+    ],
+)
+def test_what_cannot_work_is_said(word, ends, says):
+    with pytest.raises(BilevelError, match="'x'") as error:
+        as_transform("x", word, ends)
+    assert says in str(error.value)

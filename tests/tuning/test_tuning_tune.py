@@ -1,0 +1,227 @@
+"""`tune` as a whole: the run is torch's, it helps, and it leaves everything as it was."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from tuning_examples import Pictures, classes, loader, network
+
+import bilevel as bl
+from bilevel.tuning import (
+    ExampleWeights,
+    Hyperparameter,
+    Initialisation,
+    LearningRate,
+    Momentum,
+    WeightDecay,
+    prepare,
+)
+
+VAL = classes(30, seed=1)
+
+
+def digits():
+    x, y = load_digits(return_X_y=True)
+    return torch.as_tensor(x) / 16, torch.as_tensor(y)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "optimizer"),
+    [
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.6, weight_decay=0.02)),
+        ("adam", lambda p: torch.optim.Adam(p, lr=0.3, betas=(0.6, 0.999), weight_decay=0.02)),
+        (bl.RMSProp(0.3), lambda p: torch.optim.RMSprop(p, lr=0.3, weight_decay=0.02)),
+    ],
+)
+def test_the_trained_model_is_that_of_a_plain_torch_loop(dynamics, optimizer):
+    momentum = [] if isinstance(dynamics, bl.RMSProp) else [Momentum(0.6)]
+    declared = [WeightDecay(0.02), LearningRate(0.3), *momentum]
+    found = bl.tune(
+        network(), F.cross_entropy, declared, loader(), VAL, dynamics=dynamics, steps=10, iterations=0, seed=4
+    )
+    job = prepare(network(), F.cross_entropy, declared, loader(), VAL, steps=10, seed=4)
+    model = network()
+    torch_optimizer = optimizer(model.parameters())
+    for t in range(1, 11):
+        batch = job.task.batch(t)
+        torch_optimizer.zero_grad()
+        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        torch_optimizer.step()
+    for ours, theirs in zip(found.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert found.value == pytest.approx(F.cross_entropy(model(VAL[0]), VAL[1]).item(), rel=1e-10)
+
+
+def test_thousands_of_hyperparameters_improve_a_real_problem():
+    x, y = digits()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 10))
+    train = DataLoader(TensorDataset(x[:300], y[:300]), batch_size=100, shuffle=True)
+    declared = [WeightDecay(1e-3, per="weight"), LearningRate(0.2, per="step"), ExampleWeights()]
+    found = bl.tune(model, F.cross_entropy, declared, train, (x[300:900], y[300:900]), steps=30, iterations=15)
+    assert sum(count for _, count in found.space.at_bounds(found.lam).values()) > 2000
+    assert found.value < 0.5 * found.start_value
+    assert found.value == found.history["value"].min()
+    test = F.cross_entropy(found.model(x[900:]), y[900:]).item()
+    before = bl.tune(model, F.cross_entropy, declared, train, (x[900:], y[900:]), steps=30, iterations=0).value
+    assert test < 0.6 * before
+
+
+def test_wrong_labels_get_small_weights():
+    x, y = digits()
+    wrong = torch.zeros(300, dtype=torch.bool)
+    wrong[torch.randperm(300)[:100]] = True
+    labels = torch.where(wrong, (y[:300] + 1) % 10, y[:300])
+    found = bl.tune(
+        nn.Linear(64, 10), F.cross_entropy, ExampleWeights(), (x[:300], labels), (x[300:900], y[300:900]),
+        lr=2.0, steps=40, iterations=20, outer_lr=0.5,
+    )  # fmt: skip
+    weights = found.values["example_weights"]
+    assert weights.shape == (300,)
+    assert (weights[wrong.numpy()] < 0.5).mean() > 0.9
+    assert (weights[~wrong.numpy()] > 0.5).mean() > 0.8
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not():
+    def run(seed):
+        model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.3), nn.Linear(6, 3))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape))
+        return bl.tune(model, F.cross_entropy, WeightDecay(1e-2), loader(), VAL, steps=5, iterations=3, seed=seed)
+
+    torch.rand(7)
+    one = run(0)
+    torch.rand(3)
+    two, three = run(0), run(1)
+    assert one.history["value"].tolist() == two.history["value"].tolist() != three.history["value"].tolist()
+    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
+
+
+def test_model_loaders_and_generators_are_left_as_they_were():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    generator = torch.Generator().manual_seed(5)
+    train = DataLoader(Pictures(), batch_size=4, shuffle=True, generator=generator)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy(), generator.get_state()
+    found = bl.tune(model, F.cross_entropy, [WeightDecay(), LearningRate()], train, VAL, steps=4, iterations=2)
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert (states[2] == np.random.get_state()[1]).all() and torch.equal(states[3], generator.get_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training and not found.model.training
+    assert all(p.grad is None for p in model.parameters())
+    # A frozen parameter is a constant, not something to train.
+    assert torch.equal(found.model[0].weight, model[0].weight)
+    assert not torch.equal(found.model[3].weight, model[3].weight)
+
+
+def test_running_averages_of_the_trained_model_are_those_of_the_training_batches():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    found = bl.tune(model, F.cross_entropy, WeightDecay(), classes(), VAL, steps=5, iterations=1)
+    hidden = found.model[0](classes()[0])
+    torch.testing.assert_close(found.model[1].running_mean, hidden.mean(0))
+    torch.testing.assert_close(found.model[1].running_var, hidden.var(0))
+    # Validation takes the validation batch's own statistics.
+    trained = copy.deepcopy(found.model).train()
+    assert found.value == pytest.approx(F.cross_entropy(trained(VAL[0]), VAL[1]).item(), rel=1e-9)
+
+
+def test_a_frozen_batch_norm_stays_frozen():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[1].running_mean.fill_(0.7)
+    model[1].eval()
+    found = bl.tune(model, F.cross_entropy, WeightDecay(), classes(), VAL, steps=5, iterations=1)
+    assert torch.equal(found.model[1].running_mean, torch.full((4,), 0.7))
+    assert found.value == pytest.approx(F.cross_entropy(found.model(VAL[0]), VAL[1]).item(), rel=1e-10)
+
+
+def test_a_quadratic_is_solved_in_closed_form_and_certified():
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(40, 1)
+    found = bl.tune(
+        nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1, per="weight"), (x[:20], y[:20]), (x[20:], y[20:]),
+        lr=0.1, steps=400, iterations=10,
+    )  # fmt: skip
+    assert found.method.startswith("Spectral")
+    assert found.gap.applies and found.gap.bound < 1e-3 and found.certificate.steps == 400
+    # The bound holds for a training that is ten times as long, with these very hyperparameters.
+    job = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1, per="weight"), (x[:20], y[:20]), (x[20:], y[20:]),
+                  lr=0.1, steps=4000)  # fmt: skip
+    assert abs(job.value(found.lam) - found.value) <= found.gap.bound
+
+
+def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_ended():
+    torch.manual_seed(0)
+    x = torch.randn(40, 5)
+    y = x.sum(1, keepdim=True) + 0.1 * torch.randn(40, 1)
+    train = DataLoader(TensorDataset(x[:20], y[:20]), batch_size=5, shuffle=True)
+    found = bl.tune(
+        nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), train, (x[20:], y[20:]), lr=0.05, steps=30, iterations=2
+    )
+    assert found.gap.applies and found.certificate.steps == 30
+    limit = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), (x[:20], y[:20]), (x[20:], y[20:]), steps=5000)
+    assert abs(limit.value(found.lam) - found.value) <= found.gap.bound
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (network(), "not positive"),
+        (nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)), "random"),
+    ],
+)
+def test_where_there_is_no_bound_a_sentence_says_why(model, says):
+    found = bl.tune(model, F.cross_entropy, LearningRate(), loader(), VAL, steps=4, iterations=1)
+    assert not found.gap.applies and says in str(found.gap)
+
+
+def test_validation_by_minibatches():
+    val = DataLoader(TensorDataset(*VAL), batch_size=10, shuffle=True)
+    found = bl.tune(
+        network(), F.cross_entropy, LearningRate(0.1), loader(), val, steps=8, iterations=6, validation="minibatch"
+    )
+    job = prepare(network(), F.cross_entropy, LearningRate(0.1), loader(), VAL, steps=8)
+    assert found.value == pytest.approx(job.value(found.lam), rel=1e-12)
+    assert len(set(found.history["value"])) == 6 and found.value < job.value(job.space.lam)
+
+
+def test_what_the_loss_is_given_by_name_is_in_natural_units():
+    seen = []
+
+    def loss(output, target, hp):
+        seen.append(hp["temperature"].item())
+        return F.cross_entropy(output / hp["temperature"], target)
+
+    temperature = Hyperparameter("temperature", 4.0, range=(1, 5), transform="logit")
+    found = bl.tune(
+        network(), loss, temperature, loader(), VAL, val_loss=F.cross_entropy, steps=5, iterations=8, lr=0.3
+    )
+    assert seen[0] == pytest.approx(4.0)
+    assert 1 < found.values["temperature"] < 4
+    assert found.history["values"]["temperature"].shape == (8,)
+
+
+def test_the_start_itself_can_be_learned_and_the_result_begins_there():
+    found = bl.tune(network(), F.cross_entropy, Initialisation(per="weight"), loader(), VAL, steps=2, iterations=5)
+    assert found.value < found.start_value
+    model = network()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.as_tensor(found.values["initialisation"][name]))
+    again = bl.tune(model, F.cross_entropy, WeightDecay(1e-8), loader(), VAL, steps=2, iterations=0)
+    assert again.value == pytest.approx(found.value, rel=1e-6)
+
+
+def test_float32_models_stay_in_float32():
+    model = network().float()
+    found = bl.tune(model, F.cross_entropy, [WeightDecay(), ExampleWeights()], loader(), VAL, steps=6, iterations=2)
+    assert next(found.model.parameters()).dtype == torch.float32
+    assert found.lam["example_weights"].dtype == torch.float32
