@@ -114,7 +114,7 @@ def trainer(until):
         log_every_n_steps=20,
         reload_dataloaders_every_n_epochs=1,  # new episodes every epoch
         logger=CSVLogger(folder, "sines", version=f"until-{until}"),
-        callbacks=[ModelCheckpoint(folder / "checkpoints", monitor="val", save_last=True)],
+        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True)],  # with monitor="val" the last of the best
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -147,7 +147,7 @@ for until, name, color in [(EPOCHS // 2, "first trainer", "#56B4E9"), (EPOCHS, "
     log = np.genfromtxt(folder / f"sines/until-{until}/metrics.csv", delimiter=",", names=True)
     right.semilogy(log["epoch"] + 1, log["val"], "o-", color=color, label=name)
 left.set(title="A new curve", xlabel="x")
-right.set(title="Validation", xlabel="epoch", ylabel="mean squared error")
+right.set(title="Validation", xlabel="epoch", ylabel="mean squared error", xticks=range(2, EPOCHS + 1, 2))
 for axes in (left, right):
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 plt.show()
