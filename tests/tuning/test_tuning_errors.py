@@ -1,0 +1,168 @@
+"""What cannot work is refused with what was passed, why, and what to write instead."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from tuning_examples import classes, loader, network
+
+import bilevel as bl
+from bilevel.errors import BilevelError, BilevelWarning, DivergenceError
+from bilevel.tuning import (
+    Augmentation,
+    ExampleWeights,
+    Hyperparameter,
+    Initialisation,
+    LabelSmoothing,
+    LearningRate,
+    LossWeights,
+    Momentum,
+    WeightDecay,
+)
+
+VAL = classes(30, seed=1)
+
+
+def frozen():
+    model = network()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def ignoring(output, target, hp):
+    return F.cross_entropy(output, target)
+
+
+def mean_square(output, target):
+    return ((output - F.one_hot(target, 3)) ** 2).mean()
+
+
+TWO = {"log": F.cross_entropy, "square": mean_square}
+
+# What is passed instead of a call that works, and words that the message must have.
+WRONG = {
+    "nothing declared": ({"hyperparameters": []}, ["declares nothing to tune"]),
+    "a class": ({"hyperparameters": [WeightDecay]}, ["WeightDecay()"]),
+    "a number": ({"hyperparameters": [0.1]}, ["0.1 is not a hyperparameter"]),
+    "the same name": ({"hyperparameters": [WeightDecay(), WeightDecay(per="layer")]}, ["'weight_decay'", "name='"]),
+    "no name": ({"hyperparameters": Hyperparameter("", 1.0)}, ["no name"]),
+    "outside": ({"hyperparameters": WeightDecay(1e3)}, ["starts at 1000", "outside its range (1e-08, 100)"]),
+    "not positive": (
+        {"hyperparameters": LearningRate(-1.0, range=None)},
+        ["'lr'", "starts at -1", "of positive numbers"],
+    ),
+    "not a number": ({"hyperparameters": LearningRate("fast")}, ["'fast'", "not a number"]),
+    "another shape": ({"hyperparameters": LearningRate([0.1, 0.2], per="step")}, ["shape [2]", "[5]"]),
+    "not on the simplex": (
+        {"loss": TWO, "val_loss": F.cross_entropy, "hyperparameters": LossWeights([0.7, 0.7])},
+        ["add up to 1"],
+    ),
+    "unknown transform": ({"hyperparameters": WeightDecay(transform="sqrt")}, ["'sqrt'", "'log'"]),
+    "reaches nothing": ({"hyperparameters": Hyperparameter("c", 1.0)}, ["'c' reaches nothing", "hp['c']"]),
+    "is not used": (
+        {"hyperparameters": Hyperparameter("c", 1.0), "loss": ignoring, "val_loss": F.cross_entropy},
+        ["['c'] reaches neither"],
+    ),
+    "judged by itself": ({"hyperparameters": Hyperparameter("c", 1.0), "loss": ignoring}, ["val_loss"]),
+    "no judge": ({"loss": TWO, "hyperparameters": LossWeights()}, ["names 2 losses", "val_loss"]),
+    "no mixture": ({"loss": TWO, "val_loss": F.cross_entropy}, ["LossWeights()"]),
+    "several numbers": ({"loss": lambda o, y: o}, ["shape [8, 3]", ".mean()"]),
+    "a float": ({"loss": lambda o, y: F.cross_entropy(o, y).item()}, ["returned float"]),
+    "no loss": ({"loss": "mse"}, ["'mse' is not a loss"]),
+    "a class of losses": ({"loss": nn.CrossEntropyLoss}, ["is not a loss"]),
+    "one loss for all examples": (
+        {"loss": mean_square, "hyperparameters": ExampleWeights()},
+        ["one number per example", "reduction='none'"],
+    ),
+    "no parameters": ({"model": nn.Tanh()}, ["no parameters that require grad"]),
+    "frozen": ({"model": frozen()}, ["requires_grad_()"]),
+    "no module": ({"model": lambda x: x}, ["pass a torch.nn.Module"]),
+    "empty validation": ({"val": (torch.zeros(0, 3), torch.zeros(0))}, ["val data has no examples"]),
+    "empty validation loader": (
+        {"val": DataLoader(TensorDataset(torch.zeros(0, 3), torch.zeros(0)))},
+        ["val data has no examples"],
+    ),
+    "no steps": ({"steps": 0}, ["steps=0"]),
+    "no iterations": ({"iterations": -1}, ["iterations=-1"]),
+    "no step size": ({"outer_lr": 0}, ["outer_lr=0"]),
+    "unknown validation": ({"validation": "none"}, ["'none'", "'whole'"]),
+    "minibatches of a tensor": ({"validation": "minibatch"}, ["needs a DataLoader for val"]),
+    "unknown method": ({"method": "fast"}, ["method='fast'"]),
+    "unknown dynamics": ({"dynamics": "lbfgs"}, ["'lbfgs' is not known", "'adam'"]),
+    "no dynamics": ({"dynamics": 0.1}, ["dynamics=0.1"]),
+    "a dynamics that returns none": ({"dynamics": lambda hp: 0.1}, ["returned float"]),
+    "no such setting": (
+        {"hyperparameters": Momentum(), "dynamics": bl.GradientDescent(0.1)},
+        ["GradientDescent has no setting 'momentum'"],
+    ),
+    "a setting twice": (
+        {"hyperparameters": [LearningRate(), LearningRate(per="step", name="other")]},
+        ["set the dynamics' 'lr'", "'other'"],
+    ),
+    "unseen by the method": ({"hyperparameters": LearningRate(), "method": bl.FirstOrder()}, ["['lr']"]),
+    "no parameters chosen": ({"hyperparameters": WeightDecay(only=lambda name: False)}, ["chose none"]),
+    "no labels to smooth": (
+        {"hyperparameters": LabelSmoothing(), "loss": lambda o, y: o.mean(), "model": nn.Flatten(0)},
+        ["no parameters"],
+    ),
+    "no function": ({"hyperparameters": Augmentation(function=0.3)}, ["function=0.3"]),
+    "shapes": ({"model": nn.Linear(2, 3)}, ["Shapes"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.filterwarnings("ignore:Implicit")
+def test_it_is_said_what_is_wrong(case):
+    wrong, words = WRONG[case]
+    given = {
+        "model": network(), "loss": F.cross_entropy, "hyperparameters": WeightDecay(), "train": loader(), "val": VAL,
+        "steps": 5, "iterations": 2, **wrong,
+    }  # fmt: skip
+    with pytest.raises(BilevelError) as error:
+        bl.tune(given.pop("model"), given.pop("loss"), **given)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("kind", [WeightDecay, LearningRate, Momentum, Initialisation])
+def test_an_unknown_per_is_refused_at_once(kind):
+    with pytest.raises(BilevelError, match="per='neuron'; pass one of"):
+        kind(per="neuron")
+
+
+def test_two_starts_are_one_too_many():
+    with pytest.raises(BilevelError, match="two starts"):
+        Initialisation(2.0, per="weight")
+
+
+def test_label_smoothing_needs_labels():
+    regression = (torch.randn(10, 3), torch.randn(10))
+    with pytest.raises(BilevelError, match="class labels"):
+        bl.tune(
+            nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), F.mse_loss, LabelSmoothing(), regression, regression, steps=2
+        )
+
+
+def test_a_training_that_diverges_from_the_start_is_an_error():
+    with pytest.raises(DivergenceError, match="smaller learning rate"):
+        bl.tune(nn.Linear(3, 3), mean_square, LearningRate(10.0, range=(1e-3, 1e3)), classes(), VAL, steps=1500)
+
+
+def test_a_training_that_diverges_on_the_way_returns_the_best_before():
+    def explodes(iteration):
+        # Pushes the learning rate up; what follows is not finite.
+        iteration.hypergradient.grad["lr"].fill_(-1.0)
+
+    found = bl.tune(
+        nn.Linear(3, 3), mean_square, LearningRate(0.1, range=(1e-3, 1e4)), classes(), VAL, steps=900, iterations=20,
+        optimizer=lambda leaves: torch.optim.SGD(leaves, lr=3.0), callbacks=[explodes],
+    )  # fmt: skip
+    assert found.outcome.kind == "diverged" and "narrower range" in found.outcome
+    assert found.value == found.history["value"].min() and len(found.history["value"]) < 20
+    assert all(bool(torch.isfinite(p).all()) for p in found.model.parameters())
+
+
+def test_examples_that_are_never_shown_are_pointed_out():
+    with pytest.warns(BilevelWarning, match="16 of 24 examples"):
+        bl.tune(network(), F.cross_entropy, ExampleWeights(), loader(), VAL, steps=2, iterations=1)
