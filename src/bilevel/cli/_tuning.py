@@ -48,10 +48,16 @@ def run(
     asked = TuneSettings(**settings)
     check_folder(data, folder, force)
     began = time.perf_counter()
-    with staging(folder.parent, folder.name) as (scratch, publish), limited(threads), status(quiet) as doing:
+    watched = not quiet and sys.stderr.isatty()
+
+    def doing(what: str) -> None:
+        if watched:
+            typer.echo(f"{what} …", err=True)
+
+    with staging(folder.parent, folder.name) as (scratch, publish), limited(threads):
         doing(f"reading {data.name}")
         table = read_table(data, **reading)
-        study = tune(table, asked, doing=doing)
+        study = tune(table, asked, verbose=watched, doing=doing)
         doing("writing")
         record = write(study, scratch, command, began)
         publish()
@@ -109,19 +115,6 @@ def limited(threads: int | None) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def status(quiet: bool) -> Iterator[Any]:
-    """A line that says what is being done, where somebody is looking."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    with Console(stderr=True).status("") as line:
-        yield lambda what: line.update(Text(f"{what} …"))
 
 
 def show(record: dict[str, Any], folder: Path) -> None:

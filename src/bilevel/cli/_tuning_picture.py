@@ -18,7 +18,7 @@ def draw(record: dict[str, Any], points: dict[str, Any], path: Path) -> None:
         _errors(figure.add_subplot(grid[0]), record)
         first = figure.add_subplot(grid[1])
         _coefficients(first, record, top)
-        _penalties(figure.add_subplot(grid[2], sharey=first), top)
+        _penalties(figure.add_subplot(grid[2], sharey=first), record, top)
         _points(figure.add_subplot(grid[3]), record, points)
 
 
@@ -26,7 +26,7 @@ def _errors(axes: Any, record: dict[str, Any]) -> None:
     key, word = ("log_loss", "log loss") if record["classes"] else ("rmse", "RMSE")
     found = record["comparison"]
     bars = axes.bar(range(len(found)), [one[key] for one in found], color=[BLUE, ORANGE, GREY])
-    axes.bar_label(bars, [f"{one[key]:.4g}" for one in found], fontsize=9)
+    axes.bar_label(bars, [f"{one[key]:#.4g}" for one in found], fontsize=9)
     names = [one["name"].replace("LogisticRegressionCV", "Logistic\nRegressionCV") for one in found]
     axes.set_xticks(range(len(found)), [*names[:2], "constant"], fontsize=9)
     axes.grid(axis="x", visible=False)
@@ -44,12 +44,14 @@ def _coefficients(axes: Any, record: dict[str, Any], top: list[dict[str, Any]]) 
     titled(axes, "Coefficients", "length over the classes" if several else "per standard deviation", "")
 
 
-def _penalties(axes: Any, top: list[dict[str, Any]]) -> None:
+def _penalties(axes: Any, record: dict[str, Any], top: list[dict[str, Any]]) -> None:
     known = [(place, one) for place, one in enumerate(top) if isinstance(one["penalty"], float) and one["penalty"] > 0]
     colours = ["none" if one["off"] else BLUE for _, one in known]
     axes.scatter([one["penalty"] for _, one in known], [place for place, _ in known], c=colours, edgecolors=BLUE, s=45)
-    if known:
-        axes.set_xscale("log")
+    rival = record["comparison"][1]
+    axes.axvline(rival["penalty"], color=ORANGE, linestyle="--", linewidth=1.4, label=rival["name"])
+    axes.legend(fontsize=8)
+    axes.set_xscale("log")
     axes.tick_params(labelleft=False)
     titled(axes, "Penalties (hollow: off)", "α, logarithmic", "")
 

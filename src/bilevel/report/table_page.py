@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import bilevel
@@ -32,7 +33,7 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "setting": setting, "four": four}
+    environment.filters |= {"number": number, "setting": setting, "four": four, "fixed": fixed}
     measures = ("accuracy", "log_loss") if record["classes"] else ("r2", "rmse")
     page = environment.get_template("table.html.j2")
     return page.render(
@@ -51,10 +52,19 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
 def four(value: Any) -> str:
     """A number in four figures, and a dash where there is none.
 
-    >>> four(0.123456), four(float("nan")), four("nan")
-    ('0.1235', '–', '–')
+    >>> four(56.4), four(5000.0), four(float("nan")), four("nan")
+    ('56.40', '5000', '–', '–')
     """
-    return f"{value:.4g}" if isinstance(value, (int, float)) and value == value else "–"
+    return f"{value:#.4g}".removesuffix(".") if isinstance(value, (int, float)) and value == value else "–"
+
+
+def fixed(value: Any) -> str:
+    """A share in four decimals, and a dash where there is none.
+
+    >>> fixed(-0.0001436), fixed("nan")
+    ('-0.0001', '–')
+    """
+    return f"{value:.4f}" if isinstance(value, (int, float)) and value == value else "–"
 
 
 def _text(name: str) -> str:
@@ -63,8 +73,9 @@ def _text(name: str) -> str:
 
 def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:
     """What the charts are drawn from."""
-    history = record["history"]
-    count = len(history.get("value", ()))
+    history = {"value": [], "seconds": [], **record["history"]}
+    history["best"] = list(accumulate(history["value"], min))
+    count = len(history["value"])
     rows = range(0, count, max(1, -(-count // CURVE)))
     return {
         "features": [
@@ -74,6 +85,10 @@ def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str)
         "classes": record["classes"],
         "target": record["target"],
         "errors": [{"name": one["name"], "error": one[measure]} for one in record["comparison"]],
-        "history": {"step": list(rows), **{key: [values[i] for i in rows] for key, values in history.items()}},
+        "history": {
+            "step": list(rows),
+            **{key: [history[key][i] for i in rows] for key in ("value", "seconds", "best")},
+        },
+        "shared": record["comparison"][1]["penalty"],
         "points": points,
     }

@@ -34,7 +34,13 @@ def record(study: Study) -> dict[str, Any]:
         "model_chosen_because": prepared.reason,
         "penalty": study.settings.penalty,
         "comparison": [
-            {"name": one.name, keys[0]: one.score.share, keys[1]: one.score.main, "seconds": one.seconds}
+            {
+                "name": one.name,
+                keys[0]: one.score.share,
+                keys[1]: one.score.main,
+                "seconds": one.seconds,
+                "penalty": one.penalty,
+            }
             for one in study.entries
         ],
         "verdict": study.verdict,

@@ -66,6 +66,12 @@ class Rival:
             warnings.simplefilter("ignore")
             return estimator.fit(X, y, sample_weight=weights)
 
+    def penalty(self, fitted: Any) -> float:
+        """What it chose, in the units of ours; of a penalty for each class, the geometric mean."""
+        if self.model == "logistic":
+            return float(np.exp(-np.log(np.atleast_1d(fitted.C_)).mean()))
+        return float(fitted.alpha_)
+
 
 @dataclass(frozen=True)
 class Constant:

@@ -55,10 +55,11 @@ def class_score(y: NDArray[Any], probabilities: Floats, weights: Floats) -> Scor
     return Score(float(np.average(losses, weights=weights)), float(np.average(right, weights=weights)), losses, weights)
 
 
-def verdict(ours: Score, theirs: Score, rival: str, measure: str, shared: bool) -> str:
+def verdict(ours: Score, theirs: Score, rival: str, measure: str, alike: bool) -> str:
     """One honest sentence: whether tuning was worth it on the test rows, and how sure that is.
 
-    The difference of the rows' losses is compared with its standard error; below two of them it is called none.
+    `alike` says that all penalties are equal already. The difference of the rows' losses is compared with its standard
+    error; below two of them it is called none.
     """
     share = ours.weights / ours.weights.sum()
     differences = theirs.losses - ours.losses
@@ -67,11 +68,11 @@ def verdict(ours: Score, theirs: Score, rival: str, measure: str, shared: bool) 
     relative = (theirs.main - ours.main) / theirs.main if theirs.main else 0.0
     told = f"{measure} {ours.main:.4g} against {theirs.main:.4g} of {rival}, {abs(relative):.1%}"
     if abs(gain) <= CLEAR * error or gain == 0:
-        side = "better" if relative > 0 else "worse"
+        side = "less" if relative > 0 else "more"
         return f"No difference that {len(differences):,} test rows could show: {told} {side}{_sure(gain, error)}."
     if gain > 0:
         return f"Better than {rival}: {told} less{_sure(gain, error)}."
-    advice = "" if shared else " One shared penalty may serve this table better: --penalty shared."
+    advice = "" if alike else " One shared penalty may serve this table better: --penalty shared."
     return f"Worse than {rival}: {told} more{_sure(gain, error)}.{advice}"
 
 

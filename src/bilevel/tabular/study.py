@@ -24,11 +24,13 @@ from bilevel.tabular.words import counted
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the comparison: who, its test errors, and the seconds that tuning and fitting took."""
+    """One line of the comparison: who, its test errors, the seconds that tuning and fitting took, and its penalty where
+    it has a single one."""
 
     name: str
     score: Score
     seconds: float
+    penalty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def tune(
             rival.name,
             _score(prepared, opponent.predict_proba(held_out) if classes else opponent.predict(held_out)),
             theirs,
+            rival.penalty(opponent),
         ),
         Entry(
             "class frequencies" if classes else "mean of the training rows",
@@ -127,7 +130,8 @@ def tune(
         )
         model = _model(prepared, settings, table, final)
     measure = "log loss" if classes else "RMSE"
-    said = verdict(entries[0].score, entries[1].score, rival.name, measure, settings.penalty == "shared")
+    alike = bool(np.ptp(np.log(fitted.penalty)) < 1e-6)
+    said = verdict(entries[0].score, entries[1].score, rival.name, measure, alike)
     return Study(
         settings,
         table,
@@ -139,16 +143,18 @@ def tune(
         said,
         names,
         groups,
-        [*prepared.notes, *_about(settings, prepared, rival)],
+        [*prepared.notes, *_about(settings, prepared, rival, alike)],
     )
 
 
-def _about(settings: TuneSettings, prepared: Prepared, rival: Rival) -> list[str]:
+def _about(settings: TuneSettings, prepared: Prepared, rival: Rival, alike: bool) -> list[str]:
     train, test = int(prepared.train.sum()), int(prepared.test.sum())
     notes = [
         f"Features are standardised with the training rows' means and deviations; {rival.name} gets the same features, "
         f"rows and folds, and searches {rival.grid}.",
     ]
+    if alike and settings.penalty != "shared" and prepared.used.sum() > 1:
+        notes.append("All penalties came out equal: letting them differ did not lower the cross-validation error.")
     if settings.refit:
         notes.append(
             f"The errors are of {counted(test, 'test row')}, by a model of the other {train:,}. The saved model has "

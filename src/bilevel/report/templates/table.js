@@ -79,18 +79,22 @@
     const axis = { autorange: false, range: [sorted.length - 0.4, -0.6], tickvals: y, ticktext: names, showgrid: false, zeroline: false };
     const height = `${Math.max(8, 1.45 * sorted.length + 4)}rem`;
     for (const id of ["coefficients", "penalties"]) $(id).style.height = height;
-    const layout = { margin: { l: 20, r: 16, t: 6, b: 36 }, yaxis: axis, height: undefined };
+    const layout = { margin: { l: 20, r: 16, t: 6, b: 36 }, yaxis: axis, hovermode: "y" };
     const hollow = { width: 1.5, color: on };
     show("coefficients", [{
       type: "bar", orientation: "h", y, x: sorted.map((one) => one.coefficients[output()]), customdata: whole,
       marker: { color: sorted.map((one) => one.off ? off : on), line: hollow }, hovertemplate: "%{customdata}: %{x:.5g}<extra></extra>",
     }], layout);
+    const known = content.features.map((one) => number(one.penalty)).filter((value) => value > 0);
+    if (content.shared > 0) known.push(content.shared);
+    const decades = Math.log10(Math.max(...known) / Math.min(...known));
+    const shared = content.shared > 0 ? [{ type: "line", x0: content.shared, x1: content.shared, y0: 0, y1: 1, yref: "paper", line: { color: colour("--c1"), dash: "dash", width: 2 } }] : [];
     show("penalties", [{
       type: "scatter", mode: "markers", y, x: sorted.map((one) => number(one.penalty) > 0 ? one.penalty : null),
       customdata: sorted.map((one) => [safe(one.name), (100 * one.shrinkage).toFixed(1)]),
       marker: { size: 11, color: sorted.map((one) => one.off ? off : on), line: hollow },
       hovertemplate: "%{customdata[0]}: α = %{x:.4g}, alone it would lose %{customdata[1]} %<extra></extra>",
-    }], { ...layout, xaxis: { type: "log", exponentformat: "power", nticks: 6 } });
+    }], { ...layout, xaxis: { type: "log", exponentformat: "power", ...(decades > 1 ? { dtick: Math.ceil(decades / 6) } : {}) }, shapes: shared });
     for (const id of ["coefficients", "penalties"]) Plotly.Plots.resize($(id));
   }
 
@@ -129,12 +133,15 @@
   }
 
   function drawHistory() {
-    const { step, value, seconds } = content.history;
-    const steep = Math.min(...value) > 0 && Math.max(...value) > 20 * Math.min(...value);
-    show("history", [{
-      type: "scatter", mode: value.length < 60 ? "lines+markers" : "lines", x: step, y: value, customdata: seconds ?? [],
-      line: { color: colour("--c0"), width: 2 }, hovertemplate: "%{y:.6g} after %{customdata:.2f} s<extra></extra>",
-    }], { xaxis: { title: { text: "evaluations of the validation error" } }, yaxis: { type: steep ? "log" : "linear" } });
+    const { step, value, seconds, best } = content.history;
+    // A line search may look at penalties that are far off; the axis is that of what was kept.
+    const [low, high] = [Math.min(...best), Math.max(...best)];
+    const room = 0.15 * (high - low) || 0.05 * Math.abs(high) || 1;
+    show("history", [
+      { type: "scatter", mode: "lines", x: step, y: best, line: { color: colour("--c0"), width: 2, shape: "hv" }, hovertemplate: "least so far: %{y:.6g}<extra></extra>" },
+      { type: "scatter", mode: "markers", x: step, y: value, customdata: seconds, marker: { size: 6, color: colour("--c1") },
+        hovertemplate: "%{y:.6g} after %{customdata:.2f} s<extra></extra>" },
+    ], { xaxis: { title: { text: "evaluations of the validation error" }, zeroline: false }, yaxis: { range: [low - room, high + 3 * room], zeroline: false } });
   }
   function draw() { drawErrors(); drawFeatures(); drawPoints(); drawHistory(); }
   $("choose").addEventListener("input", drawFeatures);
