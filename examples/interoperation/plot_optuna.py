@@ -23,7 +23,7 @@ from torch import nn
 import bilevel as bl
 
 QUICK = bool(os.environ.get("BILEVEL_QUICK"))
-TRIALS, HYPERITERATIONS, LENGTHS = (4, 10, [10, 20]) if QUICK else (12, 25, [25, 50])
+TRIALS, HYPERITERATIONS, LENGTHS = (4, 12, [20]) if QUICK else (12, 25, [25, 50])
 
 # %%
 # Digits with labels from 20 sources
