@@ -19,8 +19,11 @@ def outer_progress(total: int, show: bool | None) -> Iterator[Callable[[int, flo
 
 
 @contextmanager
-def bar(title: str, total: int, detail: str = "", done: int = 0, **start: str) -> Iterator[Callable[..., None]]:
-    """A bar on standard error; `advance(done, **fields)` moves it, with `fields` filling in `detail`."""
+def bar(title: str, total: int | None, detail: str = "", done: int = 0, **start: str) -> Iterator[Callable[..., None]]:
+    """A bar on standard error; `advance(done, **fields)` moves it, with `fields` filling in `detail`.
+
+    Without a total it shows that something is going on, and how much of it was done.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,

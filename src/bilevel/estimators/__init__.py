@@ -5,6 +5,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "elastic_net": ["BilevelElasticNet"],
+        "logistic_regression": ["BilevelLogisticRegression"],
         "ridge": ["BilevelRidge"],
     },
 )

@@ -25,8 +25,7 @@ from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import grouping, is_shared
 from bilevel.progress import bar
 
-PARAMETERS = """
-    Args:
+PARAMETERS = """Args:
         penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
             feature for one per group.
         cv: the criterion: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, or an iterable
@@ -57,6 +56,11 @@ class BilevelEstimator(BaseEstimator):
     """A linear model whose penalties are tuned by hypergradients of a hold-out or cross-validation criterion."""
 
     _classes = False
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        # The parameters mean the same for every estimator and are explained once.
+        cls.__doc__ = (cls.__doc__ or "").replace("{parameters}", PARAMETERS.strip())
 
     def __init__(
         self,
@@ -164,7 +168,7 @@ class BilevelEstimator(BaseEstimator):
 
     def _certify(self, criterion: Criterion, log_alpha: Array) -> Certificate:
         problem, lam, task, w, told = criterion.bilevel_problem(log_alpha)
-        certificate = certify(problem, lam, task, dynamics=_no_step, steps=0, start=w, **told)
+        certificate = certify(problem, lam, task, steps=0, start=w, **{"dynamics": _no_step, **told})
         # Nothing of the data stays behind, and the estimator can be pickled.
         return replace(certificate, search=None)
 

@@ -79,9 +79,9 @@ class Descent:
     def _minimise(self, start: Array, strength: float, record: Record) -> tuple[Array, Outcome]:
         """λ that minimises f + strength·f₀/n·tether, by L-BFGS-B; an infinite strength keeps all entries equal."""
         tied = math.isinf(strength)
-        scale = 0.0
+        apart_weight = 0.0
         if not tied and strength > 0:
-            scale = strength * self._level(start) / self.criterion.folds.total
+            apart_weight = strength * self._level(start) / self.criterion.folds.total
 
         def objective(x: Array) -> tuple[float, Array]:
             lam = np.full(self.grouping.count, x[0]) if tied else x
@@ -90,14 +90,22 @@ class Descent:
             if tied:
                 slope = slope.sum(keepdims=True)
             record.add(found.value, float(np.linalg.norm(slope)))
-            if scale == 0:
+            if apart_weight == 0:
                 return found.value, slope
             apart, pull = tether(lam)
-            return found.value + scale * apart, slope + scale * pull
+            return found.value + apart_weight * apart, slope + apart_weight * pull
 
         begin = start[:1] if tied else start
+        first = objective(begin)
+        # L-BFGS begins with the gradient itself as its step: in these units the log penalties move by about one each.
+        unit = max(math.sqrt(len(begin)) / max(float(np.linalg.norm(first[1])), 1e-300), 1 / max(first[0], 1e-300))
+
+        def scaled(x: Array) -> tuple[float, Array]:
+            value, slope = first if np.array_equal(x, begin) else objective(x)
+            return unit * value, unit * slope
+
         result = minimize(
-            objective,
+            scaled,
             begin,
             jac=True,
             method="L-BFGS-B",
@@ -127,8 +135,8 @@ def choose_tether(descent: Descent, start: Array, report: Callable[[int], None])
         inner = replace(
             descent,
             criterion=criterion.restricted(rest),
-            max_iter=min(descent.max_iter, 30),
-            tol=max(descent.tol, 1e-4),
+            max_iter=min(descent.max_iter, 15),
+            tol=max(descent.tol, 1e-3),
         )
         for index, lam in enumerate(inner.path(start, TETHERS)):
             errors[k, index] = judge.evaluate(descent.grouping.spread(lam)).value * judge.folds.total

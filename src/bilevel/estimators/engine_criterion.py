@@ -20,8 +20,6 @@ from bilevel.linear_solvers.cg import CG
 from bilevel.methods.implicit import Implicit
 from bilevel.problem import Problem, Task
 
-STEPS = 15
-
 
 class EngineCriterion(Criterion):
     """Every evaluation is a warm-started `hypergradient(..., method=Implicit(CG()))` of one problem for all folds."""
@@ -49,7 +47,7 @@ class EngineCriterion(Criterion):
             lam,
             self.task,
             dynamics=NewtonCG(),
-            steps=STEPS,
+            steps=1,
             method=Implicit(CG(tol=self.tol, max_iter=1000)),
             start=None if self.w is None else self.w / unit,
             adjoint=self.adjoint,

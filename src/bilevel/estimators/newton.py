@@ -1,4 +1,4 @@
-"""Newton's method by conjugate gradients, as a step that the engine can run."""
+"""Newton's method by conjugate gradients, as one step that the engine can run."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from bilevel.methods.curvature import hessian
 
 @dataclass(frozen=True)
 class NewtonCG:
-    """w ← w − s·H⁻¹∇L(w), with s halved until L falls enough; where ∇L is small already, w stays.
+    """w ← the minimiser of L, by w ← w − s·H⁻¹∇L(w) with s halved until L falls enough.
 
-    To be used with `Implicit`, which looks at the minimiser and not at the steps towards it.
+    To be used with `Implicit`, which looks at the minimiser and not at the way to it.
 
     Args:
-        tol: stop where the decrease that Newton's model promises is this small relative to L.
+        tol: the last step is the one that promises to lower L by less than this, relatively. Convergence is quadratic
+            there, so what is left is about the square of it.
+        max_iter: the most steps.
     """
 
-    tol: float = 1e-12
+    tol: float = 1e-10
+    max_iter: int = 50
 
     def __call__(self, loss: Loss, w: Tensor, state: Any, t: int) -> tuple[Tensor, Any]:
-        slope, operator = hessian(loss, w)
-        with torch.no_grad():
-            value = float(loss(w))
+        for iteration in range(self.max_iter):
+            slope, operator = hessian(loss, w)
             if not float(slope.norm()) > 0:
-                return w, state
-            # Far from the minimiser a rough direction is good enough; near it CG's own tolerance takes over.
-            direction = CG(tol=1e-2 if t == 1 else 1e-4, max_iter=200).solve(operator, slope).x
-            promised = float(torch.dot(slope, direction))
-            if promised <= self.tol * abs(value):
-                return w, state
-            size = 1.0
-            while size > 1e-6:
-                there = w - size * direction.reshape(w.shape)
-                if float(loss(there)) <= value - 1e-4 * size * promised:
-                    return there, state
-                size /= 2
+                break
+            # A rough direction is good enough for the first step.
+            direction = CG(tol=1e-1 if iteration == 0 else 1e-5, max_iter=500).solve(operator, slope).x
+            promised, direction = float(torch.dot(slope, direction)), direction.reshape(w.shape)
+            with torch.no_grad():
+                value = float(loss(w))
+                if promised <= self.tol * abs(value) and iteration > 0:
+                    return w - direction, state
+                size = 1.0
+                while float(loss(w - size * direction)) > value - 1e-4 * size * promised:
+                    size /= 2
+                    if size < 1e-8:
+                        return w, state
+                w = w - size * direction
         return w, state

@@ -6,7 +6,7 @@ from typing import Any
 
 from sklearn.base import RegressorMixin
 
-from bilevel.estimators.base import PARAMETERS, BilevelRegressor
+from bilevel.estimators.base import BilevelRegressor
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.engine_criterion import EngineCriterion
 from bilevel.estimators.folds import Array, Folds
@@ -14,17 +14,18 @@ from bilevel.estimators.hyperparameters import is_shared
 from bilevel.estimators.linear_problem import squared_error
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
 
-
 # The largest matrix that is factorised; beyond it conjugate gradients are faster and need no such matrix.
 LARGEST = 3000
 
 
 class BilevelRidge(RegressorMixin, BilevelRegressor):
-    __doc__ = f"""Ridge regression whose penalties are tuned by hypergradients.
+    """Ridge regression whose penalties are tuned by hypergradients.
 
-    min over w of Σ_i s_i (y_i − x_i·w − b)² + Σ_j α_j w_j², the objective of scikit-learn's `Ridge` where all α_j are
-    equal.
-{PARAMETERS}
+    min over w of Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j ‖w_j‖², the objective of scikit-learn's `Ridge` where all α_j are
+    equal. The penalties are tuned for the squared error on held-out rows.
+
+    {parameters}
+
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> X = rng.normal(size=(80, 40))

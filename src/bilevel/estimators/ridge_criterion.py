@@ -139,7 +139,7 @@ class KernelEquations(Criterion):
         self.train, self.val = folds.train_weights(), folds.val_weights()
         rows, features = X.shape
         self.method = (
-            f"Implicit differentiation of the kernel equations ({rows} × {rows} at most, one Cholesky factor per fold): "
+            f"Implicit differentiation of the kernel equations (up to {rows} × {rows}, one Cholesky factor per fold): "
             f"features ({features}) outnumber rows."
         )
 

@@ -1,0 +1,78 @@
+"""The elastic net with as many penalties as features."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from sklearn.base import RegressorMixin
+
+from bilevel.errors import BilevelError
+from bilevel.estimators.base import BilevelRegressor
+from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.elastic_net_criterion import ProximalCriterion
+from bilevel.estimators.folds import Array, Folds
+
+
+class BilevelElasticNet(RegressorMixin, BilevelRegressor):
+    """The elastic net, and with `l1_ratio=1` the lasso, whose penalties are tuned by hypergradients.
+
+    min over w of (1/2N) Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j (ρ |w_j| + ½(1 − ρ) w_j²), with N = Σ s_i and
+    ρ = `l1_ratio`: the objective of scikit-learn's `ElasticNet` where all α_j are equal. The inner problem is solved by
+    proximal dynamics, and the penalties are tuned for the squared error on held-out rows.
+
+    {parameters}
+        l1_ratio: ρ, between 0 (ridge) and 1 (lasso).
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(60, 30))
+    >>> y = X[:, 0] - X[:, 1] + 0.1 * rng.normal(size=60)
+    >>> model = BilevelElasticNet(l1_ratio=0.9).fit(X, y)
+    >>> sorted(np.argsort(-np.abs(model.coef_))[:2].tolist())
+    [0, 1]
+    """
+
+    def __init__(
+        self,
+        penalty: Any = "per-feature",
+        *,
+        l1_ratio: float = 0.5,
+        cv: Any = None,
+        tether: Any = "auto",
+        fit_intercept: bool = True,
+        max_iter: int = 100,
+        tol: float = 1e-5,
+        warm_start: bool = False,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(
+            penalty,
+            cv=cv,
+            tether=tether,
+            fit_intercept=fit_intercept,
+            max_iter=max_iter,
+            tol=tol,
+            warm_start=warm_start,
+            random_state=random_state,
+            verbose=verbose,
+        )
+        self.l1_ratio = l1_ratio
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        if not isinstance(self.l1_ratio, Real) or not 0 <= self.l1_ratio <= 1:
+            raise BilevelError(f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso).")
+
+    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+        return ProximalCriterion(X, y, folds, self.fit_intercept, float(self.l1_ratio))
+
+    def _box(self, X: Any, y: Array, weight: Array) -> tuple[float, float]:
+        """From next to nothing to just above the penalty that leaves no coefficient."""
+        share = weight / weight.sum()
+        centred = share[:, None] * (y - share @ y)
+        largest = float(np.abs(X.T @ centred).max()) / max(float(self.l1_ratio), 1e-3) or 1.0
+        return math.log(1e-5 * largest), math.log(1e2 * largest)

@@ -1,0 +1,81 @@
+"""Logistic regression with as many penalties as features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import validate_data
+from typing_extensions import Self
+
+from bilevel.errors import BilevelError
+from bilevel.estimators.base import BilevelEstimator
+from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.engine_criterion import EngineCriterion
+from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.linear_problem import log_loss
+from bilevel.estimators.logistic_criterion import NewtonCriterion, probabilities
+
+# Floating-point operations for the Hessians of all folds up to which they are built.
+LARGEST = 2e8
+
+
+class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
+    """Logistic regression, binary or multinomial, whose penalties are tuned by hypergradients.
+
+    min over w of Σ_i s_i log-loss(x_i w + b, y_i) + ½ Σ_j α_j ‖w_j‖², the objective of scikit-learn's
+    `LogisticRegression(C=1/α)` where all α_j are equal. The penalties are tuned for the log-loss on held-out rows.
+
+    {parameters}
+        classes_: the classes.
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(120, 20))
+    >>> y = np.where(X[:, 0] + 0.3 * rng.normal(size=120) > 0, "yes", "no")
+    >>> model = BilevelLogisticRegression().fit(X, y)
+    >>> model.predict(X[:2]).shape, int(np.argmin(model.alpha_))
+    ((2,), 0)
+    """
+
+    _classes = True
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Tune the penalties, then train on all rows with them."""
+        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
+        check_classification_targets(y)
+        weight = self._weights(sample_weight, X)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(np.unique(codes[weight > 0])) < 2:
+            raise BilevelError(
+                f"y holds one class only, {self.classes_[codes[weight > 0][0]]!r}; a classifier needs two or more."
+            )
+        indicators = np.eye(len(self.classes_))[codes]
+        outputs = indicators if len(self.classes_) > 2 else indicators[:, 1:]
+        coef, intercept = self._tune(X, codes, weight, outputs)
+        self.coef_, self.intercept_ = coef.T, intercept
+        return self
+
+    def decision_function(self, X: Any) -> Array:
+        scores = self._scores(X)
+        return scores if len(self.classes_) > 2 else scores[:, 0]
+
+    def predict_proba(self, X: Any) -> Array:
+        found = probabilities(self._scores(X))
+        return found if len(self.classes_) > 2 else np.hstack([1 - found, found])
+
+    def predict_log_proba(self, X: Any) -> Array:
+        return np.log(self.predict_proba(X))
+
+    def predict(self, X: Any) -> Array:
+        scores = self.decision_function(X)
+        return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]
+
+    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+        problem = log_loss(X, y, folds, self.fit_intercept)
+        rows, features = problem.X.shape
+        if folds.count * rows * (features * problem.outputs) ** 2 <= LARGEST:
+            return NewtonCriterion(problem)
+        return EngineCriterion(problem, lambda w: 0 * w[0])
