@@ -88,6 +88,7 @@ WRONG = {
     "no iterations": ({"iterations": -1}, ["iterations=-1"]),
     "no step size": ({"outer_lr": 0}, ["outer_lr=0"]),
     "unknown validation": ({"validation": "none"}, ["'none'", "'whole'"]),
+    "unknown batches": ({"batches": "other"}, ["'other'", "'same'"]),
     "minibatches of a tensor": ({"validation": "minibatch"}, ["needs a DataLoader for val"]),
     "unknown method": ({"method": "fast"}, ["method='fast'"]),
     "unknown dynamics": ({"dynamics": "lbfgs"}, ["'lbfgs' is not known", "'adam'"]),

@@ -155,7 +155,7 @@ def test_a_quadratic_is_solved_in_closed_form_and_certified():
     # The bound holds for a training that is ten times as long, with these very hyperparameters.
     job = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1, per="weight"), (x[:20], y[:20]), (x[20:], y[20:]),
                   lr=0.1, steps=4000)  # fmt: skip
-    assert abs(job.value(found.lam) - found.value) <= found.gap.bound
+    assert abs(job.run(found.lam)[1] - found.value) <= found.gap.bound
 
 
 def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_ended():
@@ -168,7 +168,7 @@ def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_end
     )
     assert found.gap.applies and found.certificate.steps == 30
     limit = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), (x[:20], y[:20]), (x[20:], y[20:]), steps=5000)
-    assert abs(limit.value(found.lam) - found.value) <= found.gap.bound
+    assert abs(limit.run(found.lam)[1] - found.value) <= found.gap.bound
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_validation_by_minibatches():
         network(), F.cross_entropy, LearningRate(0.1), loader(), val, steps=8, iterations=6, validation="minibatch"
     )
     job = prepare(network(), F.cross_entropy, LearningRate(0.1), loader(), VAL, steps=8)
-    assert found.value == pytest.approx(job.value(found.lam), rel=1e-12)
-    assert len(set(found.history["value"])) == 6 and found.value < job.value(job.space.lam)
+    assert found.value == pytest.approx(job.run(found.lam)[1], rel=1e-12)
+    assert len(set(found.history["value"])) == 6 and found.value < job.run(job.space.lam)[1]
 
 
 def test_what_the_loss_is_given_by_name_is_in_natural_units():
@@ -225,3 +225,27 @@ def test_float32_models_stay_in_float32():
     found = bl.tune(model, F.cross_entropy, [WeightDecay(), ExampleWeights()], loader(), VAL, steps=6, iterations=2)
     assert next(found.model.parameters()).dtype == torch.float32
     assert found.lam["example_weights"].dtype == torch.float32
+
+
+def test_new_batches_in_every_hyperiteration_are_those_of_other_seeds():
+    found = bl.tune(
+        network(), F.cross_entropy, LearningRate(0.2, per="step"), loader(), VAL, steps=6, iterations=5, batches="new"
+    )
+    again = bl.tune(
+        network(), F.cross_entropy, LearningRate(0.2, per="step"), loader(), VAL, steps=6, iterations=5, batches="new"
+    )
+    job = prepare(network(), F.cross_entropy, LearningRate(0.2, per="step"), loader(), VAL, steps=6)
+    # Judged on the data of the seed, whatever was drawn on the way.
+    assert found.start_value == job.run(job.space.lam)[1] and found.value == job.run(found.lam)[1]
+    assert found.history["value"][0] != found.start_value
+    assert found.history["value"].tolist() == again.history["value"].tolist()
+    assert found.value < found.start_value
+    one, two = job.training(1), job.training(2)
+    assert one(1).index.tolist() != two(1).index.tolist() and sorted(one(1).index) != sorted(job.task.batch(1).index)
+
+
+def test_new_noise_for_a_batch_that_is_always_the_same():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    job = prepare(model, F.cross_entropy, LearningRate(0.2), classes(), VAL, steps=6)
+    losses = [job.problem.inner(job.network.w, job.space.lam, job.training(seed)(1)).item() for seed in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]

@@ -28,7 +28,7 @@ class Assembly:
     """min over λ of val_loss(w_T), with w_T from T steps on the training loss; each hyperparameter enters by its hook.
 
     Attributes:
-        random: whether a step draws random numbers (dropout, augmentation); they are then seeded by (seed, t).
+        random: whether a step draws random numbers (dropout, augmentation), seeded by the batch's seed and t.
     """
 
     network: Network
@@ -37,7 +37,6 @@ class Assembly:
     space: Space
     dynamics_given: Any
     fixed: Mapping[str, Any]
-    seed: int
     random: bool = False
 
     def problem(self) -> Problem:
@@ -48,8 +47,8 @@ class Assembly:
         if not self.random:
             return self._inner(w, lam, batch, None)
         t, device = batch.t or 0, self.network.like.device
-        noise = torch.Generator(device).manual_seed(mixed(self.seed, "augmentation", t))
-        with seeded(self.seed, "step", t, device):
+        noise = torch.Generator(device).manual_seed(mixed(batch.seed, "augmentation", t))
+        with seeded(batch.seed, "step", t, device):
             return self._inner(w, lam, batch, noise)
 
     def _inner(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch, noise: torch.Generator | None) -> Tensor:

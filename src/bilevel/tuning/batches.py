@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ class Batch:
         targets: what the loss compares its output with.
         index: the positions of the examples in the data set.
         t: the step, for what is random in it; None where every step has the same batch.
+        seed: likewise.
     """
 
     inputs: Tree
     targets: Tree
     index: Tensor
     t: int | None = None
+    seed: int = 0
 
 
 trees.register(Batch, ["inputs", "targets", "index"])
@@ -116,9 +118,11 @@ class Replay:
     def _fetch(self, chosen: Any, t: int) -> Batch:
         index = torch.tensor(chosen if isinstance(chosen, list) else [chosen])
         if self._tensors is not None and isinstance(chosen, list):
-            return as_batch(tuple(x[index.to(x.device)] for x in self._tensors), index, t, self.like, self.name)
-        with seeded(self.seed, "batch", t):
-            return as_batch(_collated(self.loader, chosen), index, t, self.like, self.name)
+            pair: Any = tuple(x[index.to(x.device)] for x in self._tensors)
+        else:
+            with seeded(self.seed, "batch", t):
+                pair = _collated(self.loader, chosen)
+        return replace(as_batch(pair, index, self.like, self.name), t=t, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,10 @@ class SameBatch:
     """One batch for all steps, with the number of the step on it, for what is random in a step."""
 
     batch: Batch
+    seed: int
 
     def __call__(self, t: int) -> Batch:
-        return Batch(self.batch.inputs, self.batch.targets, self.batch.index, t)
+        return replace(self.batch, t=t, seed=self.seed)
 
 
 def training_data(given: Any, seed: int, like: Tensor, steps: int) -> tuple[Batch | Replay, int]:
@@ -153,24 +158,24 @@ def whole(given: Any, seed: int, like: Tensor, name: str) -> Batch:
         index = torch.arange(count)
         tensors = tensors_of(given) if given.collate_fn is default_collate else None
         if tensors is not None:
-            return as_batch(tensors, index, None, like, name)
+            return as_batch(tensors, index, like, name)
         with seeded(seed, f"all of {name}", 0):
             if given.batch_sampler is None:
                 # The data set gives batches already.
                 parts = [_collated(given, i) for i in range(count)]
                 joined = trees.map(lambda *leaves: torch.cat(leaves), *parts)
-                return as_batch(joined, torch.arange(len(trees.tensors(joined)[0])), None, like, name)
-            return as_batch(_collated(given, list(range(count))), index, None, like, name)
+                return as_batch(joined, torch.arange(len(trees.tensors(joined)[0])), like, name)
+            return as_batch(_collated(given, list(range(count))), index, like, name)
     tensors_given = trees.tensors(given)
     if not (isinstance(given, (tuple, list)) and len(given) == 2 and tensors_given):
         raise BilevelError(
             f"{name}={_kind(given)} is not data. Pass a DataLoader over a map-style data set, such a data set, or a "
             "pair of tensors (inputs, targets)."
         )
-    return as_batch(given, torch.arange(len(trees.tensors(given[0])[0])), None, like, name)
+    return as_batch(given, torch.arange(len(trees.tensors(given[0])[0])), like, name)
 
 
-def as_batch(pair: Any, index: Tensor, t: int | None, like: Tensor, name: str) -> Batch:
+def as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
     """The pair as a batch on the device and, where it is floating, with the dtype of the model (of `like`)."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise BilevelError(
@@ -181,7 +186,7 @@ def as_batch(pair: Any, index: Tensor, t: int | None, like: Tensor, name: str) -
     first = trees.tensors(inputs)
     if not first or not first[0].ndim or not len(first[0]):
         raise BilevelError(f"The {name} data has no examples: its inputs are {trees.describe(inputs)}.")
-    return Batch(inputs, targets, index.to(like.device), t)
+    return Batch(inputs, targets, index.to(like.device))
 
 
 def tensors_of(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bilevel.errors import BilevelError, BilevelWarning
-from bilevel.hypergradients import value_of
 from bilevel.methods import auto
 from bilevel.methods.base import Method
+from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.spectral import Spectral
 from bilevel.problem import Problem, Task
@@ -54,9 +56,21 @@ class Prepared:
         """Φ at λ."""
         return self.assembly.dynamics(lam)
 
-    def value(self, lam: dict[str, Tree]) -> float:
-        """The validation loss f_T(λ)."""
-        return float(value_of(self.problem, lam, self.task, dynamics=self.dynamics, steps=self.steps))
+    def run(self, lam: dict[str, Tree]) -> tuple[dict[str, Tensor], float]:
+        """The trained parameters w_T and the validation loss f_T(λ)."""
+        process = self._process(lam)
+        state = process.run()
+        with torch.no_grad():
+            value = float(process.bound.outer(state))
+        if not math.isfinite(value):
+            explain_divergence(process)
+        return state[0], value
+
+    def training(self, seed: int) -> Any:
+        """The training batches with other randomness: in another order, with other masks and noise."""
+        if isinstance(self.data, Replay):
+            return Replay(self.data.loader, seed, self.network.like, self.steps)
+        return SameBatch(self.data, seed) if self.assembly.random else self.data
 
     def choose(self, given: Any) -> tuple[Method, str]:
         """The method and why. It is chosen once: all that "auto" chooses from are exact."""
@@ -66,14 +80,14 @@ class Prepared:
                     f"method={given!r} is not a method. Pass an instance such as Reverse() or Forward(), or 'auto'."
                 )
             return given, f"{given}, as asked."
-        process = self._process()
+        process = self._process(self.space.lam)
         chosen, reason = auto.choose(process)
         if isinstance(chosen, Spectral):
             try:
                 # Only when the closed form is computed does it notice that the loss is not quadratic.
                 chosen(process)
             except BilevelError:
-                chosen, reason = auto.choose(self._process(), closed_form=False)
+                chosen, reason = auto.choose(self._process(self.space.lam), closed_form=False)
         return chosen, reason
 
     def trained(self, w: dict[str, Tensor]) -> nn.Module:
@@ -89,8 +103,8 @@ class Prepared:
             everything = whole(self.train, self.seed, self.network.like, "train")
         return find_gap(self.problem, lam, w, self.task, everything, self.dynamics, self.steps, self.assembly.random)
 
-    def _process(self) -> Process:
-        return Process(self.problem, self.space.lam, self.task, self.dynamics, self.steps)
+    def _process(self, lam: dict[str, Tree]) -> Process:
+        return Process(self.problem, lam, self.task, self.dynamics, self.steps)
 
 
 def prepare(
@@ -127,10 +141,10 @@ def prepare(
     data, examples = training_data(train, seed, network.like, steps)
     everything = whole(val, seed, network.like, "val")
     space = Space.of(declared, Setup(network.w, steps, examples, _names_of(loss)))
-    assembly = _assemble(network, loss, val_loss, space, dynamics, lr, momentum, seed)
+    assembly = _assemble(network, loss, val_loss, space, dynamics, lr, momentum)
     _warn_of_unseen_examples(declared, data, steps)
     assembly.random = assembly.draws(data(1) if isinstance(data, Replay) else data)
-    training = SameBatch(data) if assembly.random and isinstance(data, Batch) else data
+    training = SameBatch(data, seed) if assembly.random and isinstance(data, Batch) else data
     return Prepared(assembly.problem(), Task(training, everything), steps, space, network, seed, assembly, data, train)
 
 
@@ -142,7 +156,6 @@ def _assemble(
     dynamics: Any,
     lr: float | None,
     momentum: float | None,
-    seed: int,
 ) -> Assembly:
     losses = criteria(loss, any(one.per_example for one in space.declared))
     takes_hp = any(one.takes_hp for one in losses.values())
@@ -166,7 +179,7 @@ def _assemble(
             f"Hyperparameter {plain[0]!r} reaches nothing: neither the loss nor the dynamics takes it. Write the loss "
             f"with a third argument, loss(output, target, hp), and use hp[{plain[0]!r}] in it."
         )
-    return Assembly(network, losses, judge, space, dynamics, {"lr": lr, "momentum": momentum}, seed)
+    return Assembly(network, losses, judge, space, dynamics, {"lr": lr, "momentum": momentum})
 
 
 def _names_of(loss: Any) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Tuned:
         values: the tuned hyperparameters by name, in natural units: floats, arrays, dicts by layer or parameter.
         before: their values at the start.
         value: the validation loss f_T of the tuned hyperparameters, on the whole validation set.
-        start_value: that of the start, on the same data as the first hyperiteration.
+        start_value: that of the start.
         history: arrays with one entry per hyperiteration, "value", "gradient_norm" and "seconds", and "values", a dict
             of the hyperparameters that have at most 1,000 entries.
         outcome: a sentence that says how it ended.

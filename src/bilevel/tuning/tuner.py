@@ -16,6 +16,7 @@ from bilevel.outer_loop import Iteration, solve
 from bilevel.problem import Task
 from bilevel.tuning.batches import Replay
 from bilevel.tuning.preparation import Prepared, prepare
+from bilevel.tuning.randomness import mixed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.space import Space
@@ -40,6 +41,7 @@ def tune(
     method: Method | Literal["auto"] = "auto",
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
     outer_lr: float = 0.1,
+    batches: Literal["same", "new"] = "same",
     validation: Literal["whole", "minibatch"] = "whole",
     patience: int | None = None,
     callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
@@ -80,12 +82,18 @@ def tune(
         optimizer: builds the outer optimiser from the leaves of λ; by default Adam with `outer_lr`.
         outer_lr: how far a hyperparameter moves in a hyperiteration, in the unit of its transform: 0.1 is ten per cent
             on a logarithmic scale, and a hundredth of the range where there is no transform.
-        validation: "whole" evaluates the validation loss on all of `val` and keeps the best hyperparameters;
-            "minibatch" takes one batch of the loader `val` per hyperiteration, and keeps the last ones.
-        patience: stop when the validation loss has not improved for this many hyperiterations.
+        batches: "same" replays one sequence of batches (and of dropout masks, and noise) in every hyperiteration;
+            "new" draws another one for each. What is tuned can learn one sequence by heart, schedules above all.
+        validation: "whole" evaluates the validation loss on all of `val`; "minibatch" takes one batch of the loader
+            `val` per hyperiteration.
+        patience: stop when the validation loss has not improved for this many hyperiterations, where they all have the
+            same data.
         callbacks: called with a `bilevel.outer_loop.Iteration` before every update; one that returns True stops.
         seed: of everything random.
         progress: show a progress bar; None shows one on a terminal.
+
+    With the same data in every hyperiteration, the default, f_T is one function and the best hyperparameters are
+    returned; with batches="new" or validation="minibatch" the last ones, trained and judged on the data of `seed`.
 
     Returns:
         Tuned: the trained model, the values, the history; `print` it, or call `.plot()` or `.save(folder)`.
@@ -109,7 +117,7 @@ def tune(
     >>> found.value < found.start_value, sorted(found.values), found.values["lr"].shape, found.outcome.kind
     (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
     """
-    _check_numbers(iterations, outer_lr, validation)
+    _check_settings(iterations, outer_lr, batches, validation)
     job = prepare(
         model,
         loss,
@@ -124,7 +132,9 @@ def tune(
         seed=seed,
     )
     space = job.space
-    tasks = job.task if validation == "whole" else _Minibatches(job, val, iterations)
+    # Where every hyperiteration sees the same data, f_T is one function, and the best λ is kept.
+    one_function = batches == "same" and validation == "whole"
+    tasks = job.task if one_function else _Source(job, val, batches, validation, iterations)
     chosen, reason = job.choose(method)
     path = _Path(space)
     solution = solve(
@@ -137,26 +147,26 @@ def tune(
         optimizer=optimizer or _adam(space, outer_lr),
         constraint=space.constraint(),
         iterations=iterations,
-        # With the whole validation set the best is kept; solve does so when it is told to be patient.
-        patience=(patience or iterations + 1) if validation == "whole" else patience,
+        # solve keeps the best when it is told to be patient.
+        patience=(patience or iterations + 1) if one_function else None,
         callbacks=[path, *([callbacks] if callable(callbacks) else callbacks)],
         progress=progress,
     )
     if solution.inner is None:
         raise _diverged(solution.outcome)
-    value = solution.value if validation == "whole" else job.value(solution.outer)
+    inner, value = (solution.inner, solution.value) if one_function else job.run(solution.outer)
     return Tuned(
-        model=job.trained(solution.inner),
+        model=job.trained(inner),
         values=space.plain(solution.outer),
         before=space.plain(space.lam),
         value=value,
-        start_value=float(solution.history["value"][0]) if iterations else value,
+        start_value=float(solution.history["value"][0]) if one_function and iterations else job.run(space.lam)[1],
         history={**solution.history, "values": path.arrays()},
         outcome=_advice(solution.outcome),
         method=reason,
         lam=solution.outer,
         space=space,
-        ask_gap=lambda: job.gap(solution.outer, solution.inner),
+        ask_gap=lambda: job.gap(solution.outer, inner),
     )
 
 
@@ -179,21 +189,25 @@ class _Path:
         return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in found.items()}
 
 
-class _Minibatches:
-    """The task of hyperiteration k: the same training, the k-th validation batch."""
+class _Source:
+    """The task of hyperiteration k: with `batches="new"` other training batches, with `validation="minibatch"` the k-th
+    batch of validation data."""
 
-    def __init__(self, job: Prepared, val: Any, iterations: int) -> None:
-        if not isinstance(val, torch.utils.data.DataLoader):
-            raise BilevelError(
-                f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
-                "validation='whole'."
-            )
-        self._training = job.task.train
-        # Another seed than that of training: the two loaders may read one data set.
-        self._replay = Replay(val, job.seed + 1, job.network.like, max(iterations, 1), "val")
+    def __init__(self, job: Prepared, val: Any, batches: str, validation: str, iterations: int) -> None:
+        self._job, self._new, self._replay = job, batches == "new", None
+        if validation == "minibatch":
+            if not isinstance(val, torch.utils.data.DataLoader):
+                raise BilevelError(
+                    f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
+                    "validation='whole'."
+                )
+            # Another seed than that of training: the two loaders may read one data set.
+            self._replay = Replay(val, mixed(job.seed, "validation", 0), job.network.like, max(iterations, 1), "val")
 
     def __call__(self, k: int) -> Task:
-        return Task(self._training, self._replay(k + 1))
+        job = self._job
+        training = job.training(mixed(job.seed, "run", k)) if self._new else job.task.train
+        return Task(training, job.task.val if self._replay is None else self._replay(k + 1))
 
 
 def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
@@ -206,11 +220,13 @@ def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optim
     return build
 
 
-def _check_numbers(iterations: Any, outer_lr: Any, validation: Any) -> None:
+def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any) -> None:
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
         raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, 0.1 say.")
+    if batches not in ("same", "new"):
+        raise BilevelError(f"batches={batches!r} is not known; pass 'same' or 'new'.")
     if validation not in ("whole", "minibatch"):
         raise BilevelError(f"validation={validation!r} is not known; pass 'whole' or 'minibatch'.")
 
