@@ -56,6 +56,9 @@ def test_a_saved_row_number(tmp_path):
     assert prepared(tmp_path / "b.csv", **{**FLATS, "drop": ("weight", "Unnamed: 0")}).names[0] == "size"
     path = flats(tmp_path / "c.csv", number=range(100, 180))
     assert any("'number' counts the rows" in note for note in prepared(path, **FLATS).notes)
+    path = flats(tmp_path / "d.csv", flat_id=np.random.default_rng(0).permutation(1000)[:80])
+    assert [note for note in prepared(path, **FLATS).notes if "'flat_id'" in note and "--drop flat_id" in note]
+    assert not [note for note in prepared(flats(tmp_path / "e.csv"), **FLATS).notes if "--drop" in note]
 
 
 @pytest.mark.parametrize(

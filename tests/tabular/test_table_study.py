@@ -15,7 +15,7 @@ from table_fixtures import cancer, diabetes, flats, wine, written
 
 from asking import refused
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
-from bilevel.tabular.importance import features, table_csv
+from bilevel.tabular.importance import _held, features, table_csv
 from bilevel.tabular.model import load
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.record import record, test_points
@@ -129,27 +129,40 @@ def test_weights_count_rows(place, tmp_path):
 
 
 def test_noise_is_switched_off_and_penalties_are_told_in_both_units(tmp_path):
-    draw = np.random.default_rng(0)
-    X = draw.normal(size=(150, 12)) * np.array([100.0, *[1.0] * 11])
-    frame = pd.DataFrame(X, columns=[f"x{i}" for i in range(12)])
-    frame["y"] = X[:, 0] / 100 - 2 * X[:, 1] + 0.3 * draw.normal(size=150)
-    study = tuned(written(tmp_path / "sparse.csv", frame), target="y", max_iter=100)
+    draw = np.random.default_rng(2)
+    X = draw.normal(size=(110, 60)) * np.array([100.0, *[1.0] * 59])
+    frame = pd.DataFrame(X, columns=["signal_0", "signal_1", *(f"noise_{i}" for i in range(58))])
+    frame["y"] = X[:, 0] / 100 - 2 * X[:, 1] + draw.normal(size=110)
+    path = written(tmp_path / "sparse.csv", frame)
+    study = tuned(path, target="y", penalty="groups", groups="prefix", max_iter=100)
     found = {one.name: one for one in features(study)}
-    assert not found["x0"].off and not found["x1"].off
-    assert sum(one.off for one in found.values()) >= 5
-    assert all(found[name].penalty < 0.01 * found[f"x{i}"].penalty for name in ("x0", "x1") for i in range(2, 12))
+    assert [name for name, one in found.items() if not one.off] == ["signal_0", "signal_1"]
     for one, scale in zip(found.values(), study.model.scale, strict=True):
         assert one.raw[0] == pytest.approx(one.coefficients[0] / scale)
         assert one.raw_penalty == pytest.approx(one.penalty * scale**2)
-        assert one.shrinkage == pytest.approx(one.penalty / (one.penalty + study.prepared.train.sum()))
     assert study.entries[0].score.main < study.entries[1].score.main
+    Z, penalty = standardised(study, study.prepared.train), np.diag(study.model.penalty)
+    held = np.diag(penalty @ np.linalg.inv(Z.T @ Z + penalty))
+    assert np.allclose([one.shrinkage for one in found.values()], held, atol=1e-6)
+    # The trace of the matrix that maps targets to predictions.
+    trace = np.trace(Z @ np.linalg.solve(Z.T @ Z + penalty, Z.T))
+    assert record(study)["effective_features"] == pytest.approx(trace, rel=1e-6)
     rows = list(csv.DictReader(io.StringIO(table_csv(study.model, list(found.values())))))
-    assert [row["feature"] for row in rows] == list(found) and float(rows[1]["penalty"]) == found["x1"].penalty
+    assert [row["feature"] for row in rows] == list(found)
+    assert float(rows[1]["penalty"]) == found["signal_1"].penalty
     # Standardising changes neither the predictions nor the penalties in the units of the table.
     ours = Ridge(1.0).fit(X / np.sqrt([one.raw_penalty for one in found.values()]), frame["y"])
     assert np.allclose(
         ours.coef_ / np.sqrt([one.raw_penalty for one in found.values()]), [one.raw[0] for one in found.values()]
     )
+
+
+def test_what_holds_a_coefficient_where_features_outnumber_rows():
+    draw = np.random.default_rng(0)
+    X, penalty, weights = draw.normal(size=(20, 45)), draw.uniform(0.1, 50, 45), draw.uniform(0.5, 2, 20)
+    centred = np.sqrt(weights)[:, None] * (X - weights @ X / weights.sum())
+    expected = penalty * np.diag(np.linalg.inv(centred.T @ centred + np.diag(penalty)))
+    assert np.allclose(_held(X, penalty, weights), expected, rtol=1e-9)
 
 
 def test_three_classes(place):

@@ -190,10 +190,15 @@ def largest(record: dict[str, Any]) -> Any:
 def switched_off(record: dict[str, Any]) -> str:
     """How many features do nothing, and which."""
     off, count = record["switched_off"], len(record["features"])
+    mostly = sum(one["shrinkage"] > 0.5 for one in record["features"])
+    effective = (
+        f"{mostly or 'None'} {'is' if mostly == 1 else 'are'} held more by the penalty than by the data; the model has "
+        f"the freedom of {record['effective_features']:.1f} features without one."
+    )
     if not off:
-        return f"None of {count} features is switched off (a penalty that alone would take 99 % of a coefficient)."
+        return f"None of {count} features is switched off (held to 95 % by its penalty). {effective}"
     names = ", ".join(off[:LARGEST]) + (f" and {len(off) - LARGEST} more" if len(off) > LARGEST else "")
-    return f"{len(off)} of {count} features switched off, by their penalty or with a coefficient of 0: {names}."
+    return f"{len(off)} of {count} features switched off, by their penalty or at exactly 0: {names}. {effective}"
 
 
 def number(value: Any) -> str:

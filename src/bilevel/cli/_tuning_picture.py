@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ def _penalties(axes: Any, record: dict[str, Any], top: list[dict[str, Any]]) -> 
     axes.axvline(rival["penalty"], color=ORANGE, linestyle="--", linewidth=1.4, label=rival["name"])
     axes.legend(fontsize=8)
     axes.set_xscale("log")
+    values = [math.log10(value) for value in (*(one["penalty"] for _, one in known), rival["penalty"])]
+    # Two decades at least, so that penalties that hardly differ do not look as if they did.
+    room = max(0.2, (2 - (max(values) - min(values))) / 2)
+    axes.set_xlim(10 ** (min(values) - room), 10 ** (max(values) + room))
     axes.tick_params(labelleft=False)
     titled(axes, "Penalties (hollow: off)", "α, logarithmic", "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from bilevel.tabular.words import counted, dropped, unknown_column
 
 # A category for every third row or less cannot be learned from; it is a name.
 MOST_CATEGORIES = 1 / 3
+CALLED = re.compile(r"(^|[^a-z])(id|key|index|uuid)$", re.IGNORECASE)
 
 
 def check_features(columns: Mapping[str, Values], categorical: Collection[str], one_hot: bool, missing: str) -> None:
@@ -110,13 +112,17 @@ def _where(gaps: Mapping[str, Mask]) -> str:
     return f"There are empty fields in column{'s' if len(gaps) > 1 else ''} {', '.join(told)}{more}."
 
 
-def row_counters(columns: Mapping[str, Values]) -> list[str]:
-    """A note for every column of whole numbers that goes up by one from row to row."""
+def identifiers(columns: Mapping[str, Values]) -> list[str]:
+    """A note for every column of numbers that counts the rows, or is called an identifier and differs in every row."""
     notes = []
     for name, values in columns.items():
-        steps = np.diff(values.numbers)
-        if values.holds == "number" and len(steps) > 5 and (steps == 1).all():
-            notes.append(f"Column {name!r} counts the rows. If that means nothing, leave it out: {dropped([name])}.")
+        numbers = values.numbers
+        if values.holds != "number" or len(numbers) < 6 or values.missing.any():
+            continue
+        counts = bool((np.diff(numbers) == 1).all())
+        if counts or (CALLED.search(name) and len(np.unique(numbers)) == len(numbers)):
+            why = "counts the rows" if counts else "differs in every row and is called like an identifier"
+            notes.append(f"Column {name!r} {why}. If it means nothing, leave it out: {dropped([name])}.")
     return notes
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from bilevel.tabular.model import TableModel
+from bilevel.tabular.penalised import LEAST
 from bilevel.tabular.study import Study
 from bilevel.tabular.values import Floats
 
-# A feature whose coefficient is shrunk by more than this, were it alone, is switched off.
-OFF = 0.99
+# A feature whose coefficient is held by its penalty to more than this is switched off.
+OFF = 0.95
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Feature:
         penalty: α of the standardised feature, NaN if it was constant in training.
         raw_penalty: α of the feature in the table's units, α · scale².
         shrinkage: between 0 (free) and 1 (off); see `shrinkage`.
-        off: shrunk by more than 99 %, or with a coefficient of exactly 0.
+        off: held by its penalty to more than 95 %, or with a coefficient of exactly 0.
     """
 
     name: str
@@ -50,25 +51,40 @@ class Feature:
 
 
 def shrinkage(study: Study) -> Floats:
-    """How much of its coefficient every feature would lose if it stood alone: α / (α + h).
+    """What holds every coefficient: s_j = α_j [(ZᵀZ + diag α)⁻¹]_jj, from 0 (the data do) to 1 (its penalty does).
 
-    h is what the data say about a standardised feature: n for ridge (Σ z² over the training rows), 1 for the elastic
-    net, whose error is a mean (of its penalty, the part with squares), and n Σ_k p_k (1 − p_k) / K' for classes of
-    frequencies p_k, with K' = 2 for two of them and K otherwise.
+    Z are the centred training rows; for classes, each times √(p (1 − p)), and the mean over classes is taken. Of the
+    elastic net's penalty the squares count, and a coefficient of 0 is held wholly. Σ_j (1 − s_j) is the number of free
+    features that the model is worth. Alone, a feature would keep the share 1 − s of its least-squares coefficient.
     """
-    prepared, model = study.prepared, study.model
-    weights = np.ones(len(prepared.y)) if prepared.weights is None else prepared.weights
-    rows = float(weights[prepared.train].sum())
-    if model.model == "ridge":
-        known = rows
-    elif model.model == "elastic-net":
-        known = 1.0
-    else:
-        counts = np.bincount(prepared.y[prepared.train], weights=weights[prepared.train])
-        share = counts / counts.sum()
-        known = rows * float((share * (1 - share)).sum()) / len(share)
-    ratio = 1 - study.settings.l1_ratio if model.model == "elastic-net" else 1.0
-    return ratio * model.penalty / (ratio * model.penalty + known)
+    prepared, model = study.prepared, study.judged
+    rows, used = prepared.train, prepared.used
+    X = prepared.standardised(rows)[:, used]
+    weights = np.ones(len(X)) if prepared.weights is None else prepared.weights[rows]
+    penalty = model.penalty[used]
+    outputs: list[Floats] = [weights]
+    if model.model == "elastic-net":
+        penalty = penalty * weights.sum() * (1 - study.settings.l1_ratio)
+    elif model.target.classes:
+        chances = model.probabilities(prepared.features[rows])[:, -len(model.intercept) :]
+        outputs = [weights * p * (1 - p) for p in chances.T]
+    found = np.ones(len(used))
+    active = np.any(model.coefficients[:, used] != 0, axis=0)
+    held = np.mean([_held(X[:, active], penalty[active], each) for each in outputs], axis=0)
+    found[np.flatnonzero(used)[active]] = held
+    return found
+
+
+def _held(X: Floats, penalty: Floats, weights: Floats) -> Floats:
+    """α_j [(ZᵀZ + diag α)⁻¹]_jj = 1 − u_jᵀ (I + UUᵀ)⁻¹ u_j with u_j = z_j / √α_j, by the smaller matrix of the two."""
+    if not X.shape[1] or not weights.sum() > 0:
+        return np.ones(X.shape[1])
+    centred = np.sqrt(weights)[:, None] * (X - weights @ X / weights.sum())
+    U = centred / np.sqrt(np.maximum(penalty, LEAST))
+    if len(U) < U.shape[1]:
+        kept = np.einsum("ij,ij->j", U, np.linalg.solve(np.eye(len(U)) + U @ U.T, U))
+        return np.clip(1 - kept, 0, 1)
+    return np.clip(np.diag(np.linalg.inv(np.eye(U.shape[1]) + U.T @ U)), 0, 1)
 
 
 def features(study: Study) -> list[Feature]:
@@ -89,7 +105,7 @@ def features(study: Study) -> list[Feature]:
                 tuple((coefficients / model.scale[index]).tolist()),
                 float(model.penalty[index]),
                 float(model.penalty[index] * model.scale[index] ** 2),
-                1.0 if constant else float(lost[index]),
+                float(lost[index]),
                 constant or bool((coefficients == 0).all()) or bool(lost[index] > OFF),
             )
         )

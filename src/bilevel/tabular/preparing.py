@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.checking import check_features, check_names, check_weights, row_counters
+from bilevel.tabular.checking import check_features, check_names, check_weights, identifiers
 from bilevel.tabular.columns import Column, encode, learn
 from bilevel.tabular.reading import Table
 from bilevel.tabular.settings import TuneSettings
@@ -119,7 +119,7 @@ def prepare(table: Table, settings: TuneSettings) -> Prepared:
         mean,
         np.where(used, scale, 1.0),
         used,
-        (*notes, *row_counters(named), *said),
+        (*notes, *identifiers(named), *said),
     )
 
 

@@ -15,7 +15,7 @@ MOST_POINTS = 3000  # of test rows on the page; more cannot be told apart
 def record(study: Study) -> dict[str, Any]:
     """Everything but the predictions, in types that JSON has, up to NaN."""
     prepared, model = study.prepared, study.model
-    classes = list(model.target.classes)
+    classes, found = list(model.target.classes), features(study)
     keys = ("accuracy", "log_loss") if classes else ("r2", "rmse")
     return {
         "kind": "tune",
@@ -44,8 +44,9 @@ def record(study: Study) -> dict[str, Any]:
             for one in study.entries
         ],
         "verdict": study.verdict,
-        "features": [_feature(one) for one in features(study)],
-        "switched_off": [one.name for one in features(study) if one.off],
+        "features": [_feature(one) for one in found],
+        "switched_off": [one.name for one in found if one.off],
+        "effective_features": sum(1 - one.shrinkage for one in found),
         "intercept": model.intercept.tolist(),
         "notes": study.notes,
         "method": study.fitted.method,

@@ -13,7 +13,7 @@ from bilevel.tabular.target import Model
 from bilevel.tabular.values import Floats
 
 # Grids wide enough that no table of standardised features has its best penalty at an end.
-RIDGE_GRID = np.logspace(-4, 6, 61)
+RIDGE_GRID = np.logspace(-4, 6, 31)
 LOGISTIC_GRID = np.logspace(-5, 5, 31)
 NAMES: dict[Model, str] = {
     "ridge": "RidgeCV",

@@ -87,14 +87,17 @@
     }], layout);
     const known = content.features.map((one) => number(one.penalty)).filter((value) => value > 0);
     if (content.shared > 0) known.push(content.shared);
-    const decades = Math.log10(Math.max(...known) / Math.min(...known));
+    // Two decades at least, so that penalties that hardly differ do not look as if they did.
+    const [least, most] = [Math.log10(Math.min(...known)), Math.log10(Math.max(...known))];
+    const room = Math.max(0.2, (2 - (most - least)) / 2);
+    const range = [least - room, most + room];
     const shared = content.shared > 0 ? [{ type: "line", x0: content.shared, x1: content.shared, y0: 0, y1: 1, yref: "paper", line: { color: colour("--c1"), dash: "dash", width: 2 } }] : [];
     show("penalties", [{
       type: "scatter", mode: "markers", y, x: sorted.map((one) => number(one.penalty) > 0 ? one.penalty : null),
       customdata: sorted.map((one) => [safe(one.name), (100 * one.shrinkage).toFixed(1)]),
       marker: { size: 11, color: sorted.map((one) => one.off ? off : on), line: hollow },
-      hovertemplate: "%{customdata[0]}: α = %{x:.4g}, alone it would lose %{customdata[1]} %<extra></extra>",
-    }], { ...layout, xaxis: { type: "log", exponentformat: "power", ...(decades > 1 ? { dtick: Math.ceil(decades / 6) } : {}) }, shapes: shared });
+      hovertemplate: "%{customdata[0]}: α = %{x:.4g}, held to %{customdata[1]} %<extra></extra>",
+    }], { ...layout, xaxis: { type: "log", exponentformat: "power", range, dtick: Math.ceil((range[1] - range[0]) / 6) }, shapes: shared });
     for (const id of ["coefficients", "penalties"]) Plotly.Plots.resize($(id));
   }
 
