@@ -56,6 +56,8 @@ class BilevelEstimator(BaseEstimator):
     """A linear model whose penalties are tuned by hypergradients of a hold-out or cross-validation criterion."""
 
     _classes = False
+    # Whether a feature in another unit is the same feature with another penalty.
+    _units_do_not_matter = True
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -117,12 +119,13 @@ class BilevelEstimator(BaseEstimator):
         folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, halve_holdout=free)
         # One penalty per feature means the same for features in any unit, and is sought in units in which they are
         # alike. A shared one means what it means in scikit-learn: the same number for the features as given.
-        scale = _spread(X, weight) if groups.count == X.shape[1] and not shared else np.ones(X.shape[1])
+        own = groups.count == X.shape[1] and not shared and self._units_do_not_matter
+        scale = _spread(X, weight) if own else np.ones(X.shape[1])
         X = _divided(X, scale)
         criterion = self._criterion(X, outputs, folds)
         descent = Descent(criterion, groups, self._box(X, outputs, weight), self.max_iter, self.tol)
         with self._progress() as advance:
-            lam = self._search(descent, free, shared, 2 * np.log(scale), advance)
+            lam = self._search(descent, free, 2 * np.log(scale), advance)
         log_alpha = groups.spread(lam)
         alpha = np.exp(log_alpha) * scale**2
         self.alpha_ = float(alpha[0]) if shared else alpha
@@ -131,35 +134,34 @@ class BilevelEstimator(BaseEstimator):
         coef, intercept = criterion.refit(log_alpha)
         return coef / scale[:, None], intercept
 
-    def _search(
-        self, descent: Descent, free: bool, shared: bool, log_scale: Array, advance: Callable[..., None]
-    ) -> Array:
+    def _search(self, descent: Descent, free: bool, log_scale: Array, advance: Callable[..., None]) -> Array:
+        """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
         record = Record(lambda value: advance(len(record.rows), value=f"{value:.6g}"))
-        previous = getattr(self, "alpha_", None) if self.warm_start else None
         groups = descent.grouping
-        if previous is not None and np.size(previous) in (1, len(log_scale)):
-            # Penalties of the last fit, each group at the mean of its features'.
-            known = np.log(np.broadcast_to(previous, log_scale.shape)) - log_scale
+        again = self.warm_start and np.size(getattr(self, "alpha_", ())) in (1, len(log_scale))
+        if again:
+            # Each group begins at the mean of its features' penalties.
+            known = np.log(np.broadcast_to(self.alpha_, log_scale.shape)) - log_scale
             start = (groups.gather(known) / groups.gather(np.ones_like(known))).clip(*descent.box)
         else:
-            previous, start = None, descent.shared(record)
-        if shared:
+            start, self._level = descent.shared(record)
+        descent = replace(descent, level=self._level)
+        if is_shared(self.penalty):
             self.tether_ = math.inf
-        elif previous is not None and hasattr(self, "tether_") and self.tether == "auto":
-            pass
         elif not free:
             self.tether_ = 0.0 if self.tether == "auto" else float(self.tether)
-        elif descent.criterion.folds.total >= PLENTY * groups.count:
-            self.tether_ = TETHERS[-1]
-        else:
-            self.tether_, self.tether_errors_ = choose_tether(descent, start, lambda k: advance(len(record.rows)))
-        stages = tuple(t for t in TETHERS[1:-1] if t > self.tether_) if previous is None and self.tether_ > 0 else ()
-        if not math.isinf(self.tether_) and stages:
-            start = descent.path(start, stages, record)[-1]
+        elif not again:
+            self.tether_ = self._chosen_tether(descent, start, lambda: advance(len(record.rows)))
+        stages = () if again else tuple(strength for strength in TETHERS[1:] if strength > self.tether_)
+        start = descent.path(start, stages, record)[-1] if stages else start
         lam, self.outcome_ = descent.finish(start, self.tether_, record)
-        self.history_ = record.arrays()
-        self.n_iter_ = len(record.rows)
+        self.history_, self.n_iter_ = record.arrays(), len(record.rows)
         return lam
+
+    def _chosen_tether(self, descent: Descent, start: Array, report: Callable[[], None]) -> float:
+        if descent.criterion.folds.total >= PLENTY * descent.grouping.count:
+            return TETHERS[-1]
+        return choose_tether(descent, start, report)
 
     def _progress(self) -> Any:
         if not self.verbose:

@@ -18,6 +18,8 @@ from bilevel.estimators.hyperparameters import Grouping, tether
 
 # From one penalty for all (∞) to penalties that hardly hold each other.
 TETHERS = (math.inf, 3.0, 1.0, 0.5, 0.25, 0.1)
+# Where two folds leave nothing to train on once a third part is set aside.
+UNCHOSEN = 1.0
 # With this many rows for every penalty the tether hardly matters, and is not worth choosing.
 PLENTY = 50
 
@@ -49,6 +51,7 @@ class Descent:
         box: the range of λ, for each.
         max_iter: L-BFGS iterations for each tether.
         tol: stop where an iteration improves f by less than this, relatively.
+        level: f where all penalties are equal and best, the unit of the tether.
     """
 
     criterion: Criterion
@@ -56,18 +59,20 @@ class Descent:
     box: tuple[float, float]
     max_iter: int
     tol: float
+    level: float = 1.0
 
-    def shared(self, record: Record | None = None) -> Array:
-        """The best penalty that is the same for all: a coarse grid, then descent from its best point."""
+    def shared(self, record: Record) -> tuple[Array, float]:
+        """The best λ with all entries equal, and f there: a coarse grid, then descent from its best point."""
         grid = np.linspace(*self.box, 13)[1:-1]
         ones = np.ones(self.grouping.count)
         values = [self.criterion.evaluate(self.grouping.spread(t * ones)).value for t in grid]
         best = ones * grid[int(np.nanargmin(values))]
-        return self._minimise(best, math.inf, record or Record())[0]
+        lam, _ = self._minimise(best, math.inf, record)
+        return lam, max(min(value for value, _, _ in record.rows), 1e-300)
 
-    def path(self, start: Array, tethers: tuple[float, ...], record: Record | None = None) -> list[Array]:
+    def path(self, start: Array, tethers: tuple[float, ...], record: Record) -> list[Array]:
         """λ for every tether, each begun where the one before it ended."""
-        record, found = record or Record(), [start]
+        found = [start]
         for strength in tethers:
             found.append(self._minimise(found[-1], strength, record)[0])
         return found[1:]
@@ -81,7 +86,7 @@ class Descent:
         tied = math.isinf(strength)
         apart_weight = 0.0
         if not tied and strength > 0:
-            apart_weight = strength * self._level(start) / self.criterion.folds.total
+            apart_weight = strength * self.level / self.criterion.folds.total
 
         def objective(x: Array) -> tuple[float, Array]:
             lam = np.full(self.grouping.count, x[0]) if tied else x
@@ -115,13 +120,9 @@ class Descent:
         lam = np.full(self.grouping.count, result.x[0]) if tied else result.x
         return lam, _outcome(result, self.max_iter, self.tol)
 
-    def _level(self, lam: Array) -> float:
-        """f₀, which makes the tether independent of the units of the target."""
-        return max(self.criterion.evaluate(self.grouping.spread(np.full_like(lam, lam.mean()))).value, 1e-300)
 
-
-def choose_tether(descent: Descent, start: Array, report: Callable[[int], None]) -> tuple[float, Array]:
-    """The tether with the least error in nested cross-validation, and the error of every one.
+def choose_tether(descent: Descent, start: Array, report: Callable[[], None]) -> float:
+    """The tether with the least error in nested cross-validation.
 
     For each fold k, λ is tuned on the other folds with fold k's rows taken out, for every tether; fold k, trained with
     that λ, then judges it. What is judged was therefore never seen by what it judges.
@@ -138,15 +139,17 @@ def choose_tether(descent: Descent, start: Array, report: Callable[[int], None])
             max_iter=min(descent.max_iter, 15),
             tol=max(descent.tol, 1e-3),
         )
-        for index, lam in enumerate(inner.path(start, TETHERS)):
+        for index, lam in enumerate(inner.path(start, TETHERS, Record())):
             errors[k, index] = judge.evaluate(descent.grouping.spread(lam)).value * judge.folds.total
-        report(k + 1)
+        report()
     errors = errors[~np.isnan(errors).any(1)]
+    if len(errors) == 0:
+        return UNCHOSEN
     worse = errors - errors[:, [int(np.argmin(errors.sum(0)))]]
     # Chance alone makes one of the freer tethers look best now and then. The tightest that is not clearly worse is
     # taken: within half a standard error of the paired differences.
     doubt = 0.5 * worse.std(0, ddof=1) * math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    return TETHERS[int(np.argmax(worse.sum(0) <= doubt))], errors.sum(0) / criterion.folds.total
+    return TETHERS[int(np.argmax(worse.sum(0) <= doubt))]
 
 
 def _outcome(result: Any, max_iter: int, tol: float) -> Outcome:

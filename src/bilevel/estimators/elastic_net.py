@@ -35,6 +35,9 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
     [0, 1]
     """
 
+    # The two parts of the penalty scale differently with the unit of a feature.
+    _units_do_not_matter = False
+
     def __init__(
         self,
         penalty: Any = "per-feature",

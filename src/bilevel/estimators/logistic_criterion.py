@@ -93,7 +93,7 @@ class _Fold:
             solve = self._inverse(w, scores)
             step = solve(slope)
             promised = float((slope * step).sum())
-            if promised <= 1e-10 * max(abs(value), 1e-300):
+            if promised <= 1e-13 * max(abs(value), 1e-300):
                 # Convergence is quadratic here: this step is the last.
                 w = w - step
                 break

@@ -1,0 +1,196 @@
+"""The criteria's gradients: closed forms, the engine, central differences and scikit-learn agree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
+
+import bilevel as bl
+from bilevel.estimators.elastic_net_criterion import ProximalCriterion
+from bilevel.estimators.engine_criterion import EngineCriterion
+from bilevel.estimators.folds import split
+from bilevel.estimators.hyperparameters import grouping, tether
+from bilevel.estimators.linear_problem import log_loss, squared_error
+from bilevel.estimators.logistic_criterion import NewtonCriterion
+from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
+
+SHAPES = [(40, 8, 1), (40, 8, 2), (18, 25, 1)]
+
+
+def table(rows, features, outputs, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, features)) + 1
+    y = 2 * X[:, :outputs] + rng.normal(size=(rows, outputs)) + 3
+    weight = rng.uniform(0.5, 2, rows)
+    weight[3] = 0
+    return X, y, weight, rng.normal(size=features)
+
+
+def classes_of(X, outputs):
+    codes = (X[:, 0] > 1).astype(int) + (outputs > 1) * (X[:, 1] > 1)
+    return codes, np.eye(3)[codes] if outputs > 1 else np.eye(2)[codes][:, 1:]
+
+
+def criteria(kind, X, y, weight, intercept):
+    """All ways to the same criterion, the fastest first."""
+    if kind == "ridge":
+        folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
+        return [
+            NormalEquations.of(X, y, folds, intercept, shared=False),
+            KernelEquations(X, y, folds, intercept),
+            NormalEquations.of(sparse.csr_matrix(X), y, folds, intercept, shared=False),
+            KernelEquations(sparse.csr_matrix(X), y, folds, intercept),
+            EngineCriterion(squared_error(X, y, folds, intercept), lambda w: 0 * w[0], tol=1e-12),
+        ]
+    if kind == "logistic":
+        codes, y = classes_of(X, y.shape[1])
+        folds = split(3, X, codes, weight, classes=True, random_state=0)
+        return [
+            way
+            for table in (X, sparse.csr_matrix(X))
+            for way in (
+                NewtonCriterion(log_loss(table, y, folds, intercept)),
+                EngineCriterion(log_loss(table, y, folds, intercept), lambda w: 0 * w[0], tol=1e-12),
+            )
+        ]
+    folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
+    return [ProximalCriterion(table, y, folds, intercept, 0.6) for table in (X, sparse.csr_matrix(X))]
+
+
+@pytest.mark.parametrize("kind", ["ridge", "logistic", "elastic net"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("intercept", [True, False])
+def test_every_way_to_a_criterion_agrees_with_the_others_and_with_differences(kind, shape, intercept):
+    X, y, weight, log_alpha = table(*shape)
+    log_alpha = 0.4 * log_alpha - (1 if kind == "elastic net" else 0)
+    first, *others = criteria(kind, X, y, weight, intercept)
+    found = first.evaluate(log_alpha)
+    for other in others:
+        again = other.evaluate(log_alpha)
+        assert again.value == pytest.approx(found.value, rel=1e-9)
+        np.testing.assert_allclose(again.gradient, found.gradient, rtol=1e-7, atol=1e-9)
+
+    step = 1e-5
+    differences = [
+        (first.evaluate(log_alpha + step * e).value - first.evaluate(log_alpha - step * e).value) / (2 * step)
+        for e in np.eye(len(log_alpha))
+    ]
+    np.testing.assert_allclose(found.gradient, differences, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["ridge", "logistic", "elastic net"])
+def test_the_engine_finds_the_same_hypergradient_for_the_problem_of_the_certificate(kind):
+    X, y, weight, log_alpha = table(40, 8, 1)
+    log_alpha = 0.4 * log_alpha - (1 if kind == "elastic net" else 0)
+    criterion = criteria(kind, X, y, weight, True)[0]
+    found = criterion.evaluate(log_alpha)
+    problem, lam, task, w, told = criterion.bilevel_problem(log_alpha)
+    proximal = "dynamics" in told
+    method = bl.Implicit(bl.FixedPoint(tol=1e-13, max_iter=100_000)) if proximal else bl.Implicit(bl.Direct())
+    engine = bl.hypergradient(
+        problem,
+        lam,
+        task,
+        dynamics=told["dynamics"] if proximal else lambda loss, w, state, t: (w, state),
+        steps=1,
+        start=w,
+        method=method,
+    )
+    assert float(engine.value) == pytest.approx(found.value, rel=1e-10)
+    np.testing.assert_allclose(engine.grad.numpy(), found.gradient, rtol=1e-8, atol=1e-11)
+
+
+def test_one_eigendecomposition_serves_every_shared_penalty():
+    X, y, weight, _ = table(40, 8, 2)
+    folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
+    once = NormalEquations.of(X, y, folds, True, shared=True)
+    each = NormalEquations.of(X, y, folds, True, shared=False)
+    for level in (-12.0, 0.0, 5.0):
+        a, b = (criterion.evaluate(np.full(8, level)) for criterion in (once, each))
+        assert a.value == pytest.approx(b.value, rel=1e-10)
+        np.testing.assert_allclose(a.gradient, b.gradient, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("sparsely", [False, True])
+def test_refitting_is_scikit_learns_fit_at_equal_penalties(intercept, sparsely):
+    X, y, weight, _ = table(40, 8, 2)
+    codes, indicators = classes_of(X, 2)
+    given = sparse.csr_matrix(X) if sparsely else X
+    level = np.full(8, np.log(0.7))
+    folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
+    settings = {"fit_intercept": intercept, "tol": 1e-12}
+    for criterion, rival in [
+        (NormalEquations.of(given, y, folds, intercept, False), Ridge(0.7, **settings)),
+        (KernelEquations(given, y, folds, intercept), Ridge(0.7, **settings)),
+        (
+            ProximalCriterion(given, y, folds, intercept, 0.6),
+            ElasticNet(0.7, l1_ratio=0.6, max_iter=100_000, **settings),
+        ),
+    ]:
+        coef, b = criterion.refit(level)
+        rival.fit(X, y, sample_weight=weight)
+        np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-8)
+        np.testing.assert_allclose(b, rival.intercept_, atol=1e-8)
+
+    stratified = split(3, X, codes, weight, classes=True, random_state=0)
+    rival = LogisticRegression(C=1 / 0.7, max_iter=10_000, **settings).fit(X, codes, sample_weight=weight)
+    linear = log_loss(given, indicators, stratified, intercept)
+    for criterion in (NewtonCriterion(linear), EngineCriterion(linear, lambda w: 0 * w[0])):
+        coef, b = criterion.refit(level)
+        np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-5)
+        np.testing.assert_allclose(b - b.mean(), rival.intercept_ - np.mean(rival.intercept_), atol=1e-5)
+
+
+def test_restricted_folds_are_the_criterion_of_the_rows_that_are_left():
+    X, y, weight, log_alpha = table(40, 8, 1)
+    criterion = criteria("ridge", X, y, weight, True)[0]
+    rest = criterion.restricted(criterion.folds.without(1))
+    left = ~criterion.folds.val[1][criterion.folds.cell]
+    folds = criterion.folds
+    by_hand = replace(
+        folds,
+        cell=folds.cell[left],
+        weight=folds.weight[left],
+        train=folds.train[[0, 2]] & ~folds.val[1],
+        val=folds.val[[0, 2]],
+    )
+    same = KernelEquations(X[left], y[left], by_hand, True)
+    assert rest.evaluate(log_alpha).value == pytest.approx(same.evaluate(log_alpha).value, rel=1e-12)
+
+
+def test_moments_add_up_to_those_of_all_rows_whatever_the_splitter():
+    from sklearn.model_selection import ShuffleSplit
+
+    X, y, weight, log_alpha = table(40, 8, 1)
+    folds = split(ShuffleSplit(4, test_size=0.3, random_state=1), X, y[:, 0], weight, classes=False, random_state=None)
+    by_cells = NormalEquations.of(X, y, folds, True, False).evaluate(log_alpha)
+    by_rows = KernelEquations(X, y, folds, True).evaluate(log_alpha)
+    assert by_cells.value == pytest.approx(by_rows.value, rel=1e-12)
+
+
+def test_a_hold_out_in_two_halves_is_the_hold_out():
+    X, y, weight, log_alpha = table(40, 8, 1)
+    whole, halves = (
+        split(0.3, X, y[:, 0], weight, classes=False, random_state=0, halve_holdout=halve) for halve in (False, True)
+    )
+    assert (whole.count, halves.count) == (1, 2)
+    a, b = (KernelEquations(X, y, folds, True).evaluate(log_alpha) for folds in (whole, halves))
+    assert a.value == pytest.approx(b.value, rel=1e-12)
+    np.testing.assert_allclose(a.gradient, b.gradient, rtol=1e-10)
+
+
+def test_the_tether_is_zero_for_equal_penalties_and_its_gradient_right():
+    lam = np.random.default_rng(0).normal(size=5) * 3
+    assert tether(np.full(4, 2.5))[0] == pytest.approx(0, abs=1e-12)
+    differences = [(tether(lam + 1e-6 * e)[0] - tether(lam - 1e-6 * e)[0]) / 2e-6 for e in np.eye(5)]
+    np.testing.assert_allclose(tether(lam)[1], differences, atol=1e-8)
+
+
+def test_groups_may_have_any_names():
+    groups = grouping(["b", "a", "b"], 3)
+    assert groups.count == 2
+    np.testing.assert_array_equal(groups.spread(np.array([1.0, 2.0])), [2, 1, 2])
+    np.testing.assert_array_equal(groups.gather(np.array([1.0, 10.0, 100.0])), [10, 101])
