@@ -275,6 +275,9 @@ def test_verdicts_are_honest():
     same = verdict(score(theirs + noise - noise.mean()), score(theirs), "RidgeCV", "RMSE", False)
     assert same.startswith("No difference that 400 test rows could show")
     assert verdict(score(theirs), score(theirs), "RidgeCV", "RMSE", False).startswith("No difference")
+    # Three rows cannot tell what four hundred can.
+    few = verdict(score(theirs[:3] - noise[:3] ** 2), score(theirs[:3]), "RidgeCV", "RMSE", False)
+    assert few.startswith("No difference that 3 test rows")
 
 
 def test_scores_where_they_have_no_meaning():

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.values import COMMA, Mask, Values
+from bilevel.tabular.values import COMMA, LARGEST, Mask, Values
 from bilevel.tabular.words import counted, dropped, unknown_column
 
 # A category for every third row or less cannot be learned from; it is a name.
@@ -43,7 +43,7 @@ def _problem(name: str, values: Values, categorical: Collection[str], one_hot: b
         return f"Column {name!r} holds {values.first(~values.missing)}, which is neither a number nor text. {drop}."
     distinct = values.distinct() if values.holds != "date" else []
     if values.holds != "date" and len(distinct) == 1:
-        return f"Column {name!r} is constant ({distinct[0]!r} in every row) and explains nothing. Leave it out: {drop}."
+        return f"Column {name!r} is constant (always {distinct[0]!r}) and explains nothing. Leave it out: {drop}."
     if name in categorical or (one_hot and values.holds == "text"):
         return _too_many(name, values, distinct, drop)
     if values.holds == "date":
@@ -60,6 +60,8 @@ def _problem(name: str, values: Values, categorical: Collection[str], one_hot: b
         return _text(name, values, distinct, drop)
     if np.isinf(values.numbers).any():
         return f"Column {name!r} is infinite ({values.first(np.isinf(values.numbers))}). Mend the value; or {drop}."
+    if (large := np.abs(values.numbers) > LARGEST).any():
+        return f"Column {name!r} is too large to be squared ({values.first(large)}). Divide it by its size; or {drop}."
     return ""
 
 

@@ -173,8 +173,8 @@ def _split(table: Table, settings: TuneSettings, target: Target, y: NDArray[Any]
         needed = next(n for n in range(4, 10**9) if n - np.ceil(settings.test * n) >= 2 * settings.cv)
         raise BilevelError(
             f"{table.path} has {counted(rows, 'usable row')}, too few for --test {settings.test:g} and --cv "
-            f"{settings.cv}, which need {max(needed, int(np.ceil(2 / settings.test)))}: two for each fold. Bring more "
-            "rows, or write fewer folds."
+            f"{settings.cv}, which need {max(needed, int(np.ceil(2 / settings.test)))}: two for each fold and "
+            "two to test on. Bring more rows, or write fewer folds or another share."
         )
     if target.classes:
         _check_classes(settings, target, y)

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from bilevel.tabular.values import Floats
 
-# A standard error or two is what another split of the same rows would change.
-CLEAR = 2.0
+SURE = 0.975  # of Student's t: the 95 % interval of the mean difference
 TINY = 1e-15  # a probability below it counts as it: scikit-learn clips at the resolution of the type too
 
 
@@ -58,23 +57,26 @@ def class_score(y: NDArray[Any], probabilities: Floats, weights: Floats) -> Scor
 def verdict(ours: Score, theirs: Score, rival: str, measure: str, alike: bool) -> str:
     """One honest sentence: whether tuning was worth it on the test rows, and how sure that is.
 
-    `alike` says that all penalties are equal already. The difference of the rows' losses is compared with its standard
-    error; below two of them it is called none.
+    `alike` says that all penalties are equal already. Where the 95 % interval of the mean difference of the losses
+    holds zero, the difference is called none.
     """
+    from scipy import stats  # type: ignore[import-untyped]
+
     share = ours.weights / ours.weights.sum()
     differences = theirs.losses - ours.losses
     gain = float(share @ differences)
-    error = float(np.sqrt(share**2 @ (differences - gain) ** 2))
+    rows = len(differences)
+    error = float(np.sqrt(share**2 @ (differences - gain) ** 2 * rows / max(rows - 1, 1)))
     relative = (theirs.main - ours.main) / theirs.main if theirs.main else 0.0
-    told = f"{measure} {ours.main:.4g} against {theirs.main:.4g} of {rival}, {abs(relative):.1%}"
-    if abs(gain) <= CLEAR * error or gain == 0:
-        side = "less" if relative > 0 else "more"
-        return f"No difference that {len(differences):,} test rows could show: {told} {side}{_sure(gain, error)}."
+    told = f"{measure} {ours.main:.4g} against {theirs.main:.4g} of {rival}"
+    if abs(relative) >= 5e-4:
+        told += f", {abs(relative):.1%} {'less' if relative > 0 else 'more'}"
+    if error > 0:
+        told += f" (the gap is {abs(gain) / error:.1f} standard errors)"
+    if abs(gain) <= stats.t.ppf(SURE, max(rows - 1, 1)) * error or gain == 0:
+        return f"No difference that {rows:,} test rows could show: {told}."
     if gain > 0:
-        return f"Better than {rival}: {told} less{_sure(gain, error)}."
-    advice = "" if alike else " One shared penalty may serve this table better: --penalty shared."
-    return f"Worse than {rival}: {told} more{_sure(gain, error)}.{advice}"
-
-
-def _sure(gain: float, error: float) -> str:
-    return f" (the gap is {abs(gain) / error:.1f} standard errors)" if error > 0 else ""
+        return f"Better than {rival}: {told}."
+    return f"Worse than {rival}: {told}." + (
+        "" if alike else " One shared penalty may serve this table better: --penalty shared."
+    )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.values import Values
+from bilevel.tabular.values import LARGEST, Values
 from bilevel.tabular.words import counted, listed
 
 Model = Literal["ridge", "elastic-net", "logistic"]
@@ -69,6 +69,8 @@ def read_target(name: str, values: Values, model: Model) -> Target:
         )
     if values.numeric and np.isinf(values.numbers).any():
         raise BilevelError(f"The target {name!r} is infinite: {values.first(np.isinf(values.numbers))}.")
+    if values.numeric and (large := np.abs(values.numbers) > LARGEST).any():
+        raise BilevelError(f"The target {name!r} is too large to be squared: {values.first(large)}. Divide it.")
     distinct = values.distinct()
     if len(distinct) == 1:
         what = "class" if model == "logistic" else "value"

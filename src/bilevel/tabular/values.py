@@ -15,6 +15,7 @@ from bilevel.tabular.words import label, short
 Holds = Literal["number", "boolean", "text", "mixed", "date", "empty", "other"]
 DATE = re.compile(r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([ T]\d{1,2}:\d{2}.*)?\s*$")
 COMMA = re.compile(r"^\s*[+-]?\d+,\d+\s*$")
+LARGEST = 1e100  # squares of larger numbers add up to infinity
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
