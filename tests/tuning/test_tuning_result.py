@@ -1,6 +1,7 @@
 """What `tune` gives back can be read, drawn and stored."""
 
 import json
+import pickle
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -100,3 +101,9 @@ def test_a_folder_that_cannot_be_made_is_said(found, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BilevelError, match="could not be written"):
         found.save(tmp_path / "file" / "inside")
+
+
+def test_a_result_travels_to_another_process(found):
+    again = pickle.loads(pickle.dumps(found))
+    assert again.table() == found.table() and torch.equal(again.model(VAL[0]), found.model(VAL[0]))
+    assert "Ran all 12" in repr(found) and "tensor" not in repr(found)

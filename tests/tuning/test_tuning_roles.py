@@ -1,5 +1,7 @@
 """Every role's hypergradient against central differences, and against what torch does with the same setting."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -151,3 +153,37 @@ def test_a_decay_per_weight_of_one_value_is_the_decay_of_the_model():
     ]
     totals = [float(sum(leaf.sum() for leaf in trees.leaves(g))) for g in gradients]
     assert totals[0] == pytest.approx(totals[1], rel=1e-10) == pytest.approx(totals[2], rel=1e-10)
+
+
+@dataclass(frozen=True)
+class Lasso(Hyperparameter):
+    """A role of a user's own: a smooth L1 penalty per layer of which the package knows nothing."""
+
+    def begin(self, setup):
+        return self.spread(self.start, (len(setup.layer_names()),), setup)
+
+    def penalty(self, value, w, setup):
+        places = setup.layers()
+        return sum(value[places[name]] * (x**2 + 1e-4).sqrt().sum() for name, x in w.items())
+
+
+def test_a_role_of_ones_own():
+    lasso = Lasso("lasso", 1e-2, range=(1e-6, 1), transform="log")
+    job = prepare(network(), F.cross_entropy, lasso, loader(), VAL, steps=5)
+    report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=5)
+    assert report.differences < 1e-6
+    assert bl.tune(network(), F.cross_entropy, lasso, loader(), VAL, steps=5, iterations=2).values["lasso"].shape == (
+        2,
+    )
+
+
+def test_a_step_function_as_dynamics():
+    def step(loss, w, state, t):
+        return trees.map(lambda x, g: x - 0.3 / t * g, w, bl.gradient(loss, w)), state
+
+    job = prepare(network(), F.cross_entropy, WeightDecay(0.1), loader(), VAL, steps=4, dynamics=step)
+    same = prepare(
+        network(), F.cross_entropy, WeightDecay(0.1), loader(), VAL, steps=4,
+        dynamics=bl.GradientDescent(lambda t: 0.3 / t),
+    )  # fmt: skip
+    assert job.run(job.space.lam)[1] == pytest.approx(same.run(same.space.lam)[1], rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from bilevel import dynamics
 from bilevel.dynamics.base import Dynamics
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.dynamics.heavy_ball import HeavyBall
+from bilevel.dynamics.step_function import StepFunction
 from bilevel.dynamics.torch_optim import TorchOptim
 from bilevel.errors import BilevelError
 
@@ -18,7 +20,8 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
     """The dynamics with its tuned settings.
 
     Args:
-        given: "sgd", the name of a dynamics, an instance, or a function of the values by name.
+        given: "sgd", the name of a dynamics, an instance, a function of the values by name, or a function
+            step(loss, w, state, t).
         values: of all hyperparameters, in natural units.
         tuned: settings by name; each may be a function of t.
         fixed: `lr` and `momentum` where they are not tuned, for an algorithm given by its name.
@@ -31,6 +34,8 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
     if isinstance(given, Dynamics):
         return _with(given, tuned)
     if callable(given) and not isinstance(given, type):
+        if len(inspect.signature(given).parameters) == 4:
+            return _with(StepFunction(given), tuned)
         made = given(values)
         if not isinstance(made, Dynamics):
             raise BilevelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -60,17 +61,19 @@ class Replay:
         self.loader, self.seed, self.like, self.name = loader, seed, like, name
         self._steps = max(steps, 1)
         self._tensors = tensors_of(loader) if loader.collate_fn is default_collate else None
+        # The batches of every epoch so far, and the last step of each.
         self._epochs: list[list[Any]] = []
+        self._ends: list[int] = []
         self._known: dict[int, Batch] = {}
         self._bytes = 0
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
-        first = self._epoch(0)
-        if not first:
+        self._add_epoch()
+        if not self._epochs[0]:
             raise BilevelError(
                 f"The {name} loader gives no batches: it has {self.examples} examples, batch_size="
                 f"{loader.batch_size} and drop_last={loader.drop_last}. Pass more examples or a smaller batch."
             )
-        if self._order(0) != first:
+        if self._order(0) != self._epochs[0]:
             raise BilevelError(
                 f"The sampler of the {name} loader, {type(loader.sampler).__name__}, gives another order each time, "
                 "although torch, numpy and random were seeded: it keeps a state of its own. Training is replayed step "
@@ -86,8 +89,7 @@ class Replay:
         if t in self._known:
             return self._known[t]
         epoch, place = self._place(t)
-        chosen = self._epoch(epoch)[place]
-        batch = self._fetch(chosen, t)
+        batch = self._fetch(self._epochs[epoch][place], t)
         size = trees.nbytes(batch)
         if self._tensors is None and self._bytes + size <= MEMORY:
             self._known[t] = batch
@@ -96,16 +98,14 @@ class Replay:
 
     def _place(self, t: int) -> tuple[int, int]:
         """The epoch of step t, and its place there; epochs of a sampler need not be equally long."""
-        epoch, place = 0, t - 1
-        while place >= len(self._epoch(epoch)):
-            place -= len(self._epoch(epoch))
-            epoch += 1
-        return epoch, place
+        while self._ends[-1] < t:
+            self._add_epoch()
+        epoch = bisect.bisect_left(self._ends, t)
+        return epoch, t - 1 - (self._ends[epoch - 1] if epoch else 0)
 
-    def _epoch(self, epoch: int) -> list[Any]:
-        while len(self._epochs) <= epoch:
-            self._epochs.append(self._order(len(self._epochs)))
-        return self._epochs[epoch]
+    def _add_epoch(self) -> None:
+        self._epochs.append(self._order(len(self._epochs)))
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(self._epochs[-1]))
 
     def _order(self, epoch: int) -> list[Any]:
         sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler

@@ -42,12 +42,12 @@ class Tuned:
         lam: λ, the leaves that the optimiser moved.
     """
 
-    model: nn.Module
-    values: dict[str, Any]
-    before: dict[str, Any]
+    model: nn.Module = field(repr=False)
+    values: dict[str, Any] = field(repr=False)
+    before: dict[str, Any] = field(repr=False)
     value: float
     start_value: float
-    history: dict[str, Any]
+    history: dict[str, Any] = field(repr=False)
     outcome: Outcome
     method: str
     lam: dict[str, Tree] = field(repr=False)

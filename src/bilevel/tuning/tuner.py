@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -75,7 +76,8 @@ def tune(
         steps: T, the training steps of a hyperiteration.
         iterations: hyperiterations.
         dynamics: "sgd", "adam" or another dynamics by its name in lower case; an instance, whose settings are used
-            unless they are declared as hyperparameters; or a function of the hyperparameters' values by name.
+            unless they are declared as hyperparameters; a function of the hyperparameters' values by name; or a
+            function `step(loss, w, state, t)`.
         lr: the learning rate, for a dynamics given by name; 0.1 for SGD and the dynamics' own default otherwise.
         momentum: likewise; 0 for SGD.
         method: how to differentiate; "auto" chooses by the sizes and the memory, and `result.method` says why.
@@ -153,7 +155,7 @@ def tune(
         progress=progress,
     )
     if solution.inner is None:
-        raise _diverged(solution.outcome)
+        raise _diverged(solution.outcome) if solution.outcome.kind == "diverged" else BilevelError(solution.outcome)
     inner, value = (solution.inner, solution.value) if one_function else job.run(solution.outer)
     return Tuned(
         model=job.trained(inner),
@@ -166,7 +168,7 @@ def tune(
         method=reason,
         lam=solution.outer,
         space=space,
-        ask_gap=lambda: job.gap(solution.outer, inner),
+        ask_gap=functools.partial(job.gap, solution.outer, inner),
     )
 
 

@@ -21,7 +21,10 @@ class Hyperparameter:
 
     The outer optimiser moves a leaf, and `value = transform(leaf)` is what training sees. A plain `Hyperparameter` is
     given by name to a loss that takes three arguments, `loss(output, target, hp)` with `hp["name"]`, and to
-    `tune(dynamics=lambda hp: …)`, so that anything differentiable can be tuned. The subclasses know their own place.
+    `tune(dynamics=lambda hp: …)`, so that anything differentiable can be tuned.
+
+    The subclasses know their own place. One of your own overrides `inputs`, `targets`, `mix`, `weigh`, `penalty`,
+    `settings` or `initial`, which are given the value in natural units, and `begin` where it has more than one.
 
     Args:
         name: what it is called in `hp`, in tables and in files.
