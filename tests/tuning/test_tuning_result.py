@@ -13,9 +13,13 @@ from tuning_examples import classes, loader, network
 import bilevel as bl
 from bilevel.errors import BilevelError
 from bilevel.training.files import read_tensors
-from bilevel.tuning import ExampleWeights, LearningRate, LossWeights, Momentum, WeightDecay
+from bilevel.tuning import Augmentation, ExampleWeights, LearningRate, LossWeights, Momentum, WeightDecay
 
 VAL = classes(30, seed=1)
+
+
+def shifted(x, strength, generator):
+    return strength[0] * x + strength[1]
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +111,19 @@ def test_a_result_travels_to_another_process(found):
     again = pickle.loads(pickle.dumps(found))
     assert again.table() == found.table() and torch.equal(again.model(VAL[0]), found.model(VAL[0]))
     assert "Ran all 12" in repr(found) and "tensor" not in repr(found)
+
+
+def test_a_result_without_hyperiterations_can_be_read_and_drawn(tmp_path):
+    declared = [Momentum(0.5), LearningRate(0.2, per="step"), Augmentation([0.1, 0.2], function=shifted)]
+    found = bl.tune(network(), F.cross_entropy, declared, loader(), VAL, steps=3, iterations=0)
+    assert found.value == found.start_value and "0.5" in found.table()
+    assert (found.save(tmp_path) / "tuning.png").exists()
+    assert [bar.get_height() for bar in found.plot().axes[3].patches] == pytest.approx([0.1, 0.2])
+
+
+def test_patience_ends_a_tuning_that_no_longer_improves():
+    found = bl.tune(
+        network(), F.cross_entropy, LearningRate(0.3), loader(), VAL, steps=5, iterations=60, outer_lr=1.0, patience=3
+    )
+    assert found.outcome.kind == "stopped early" and len(found.history["value"]) < 60
+    assert found.value == found.history["value"].min() and found.plot().axes

@@ -57,8 +57,11 @@ def _validation(panel: Axes, history: dict[str, Any]) -> None:
 
 
 def _hyperparameter(panel: Axes, axis: str | None, before: Any, after: Any, path: Any, logarithmic: bool) -> None:
+    if isinstance(after, np.ndarray) and axis is None and after.size <= BARS:
+        # A few numbers without names are counted.
+        before, after = ({str(i): float(x) for i, x in enumerate(np.ravel(part))} for part in (before, after))
     if isinstance(after, float):
-        panel.plot(path, color=AFTER)
+        panel.plot([before, after] if path is None else path, color=AFTER)
         panel.set_xlabel("hyperiteration")
     elif axis == "step":
         steps = np.arange(1, len(after) + 1)
