@@ -148,6 +148,12 @@ def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any,
             lines[i] = line[:start] + escaped(line[start:])
 
 
+def is_foreign(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Whether a member comes from another package, scikit-learn's generated methods say; None leaves the choice."""
+    home = getattr(inspect.unwrap(obj) if callable(obj) else obj, "__module__", None)
+    return True if isinstance(home, str) and not home.startswith("bilevel") else None
+
+
 def _one_escaped(match: re.Match[str]) -> str:
     return match.group(1) or "\\" + match.group(2)
 
@@ -155,7 +161,7 @@ def _one_escaped(match: re.Match[str]) -> str:
 def escaped(text: str) -> str:
     """`code` as a literal, *emphasis* as it is, and no other markup."""
     parts = re.split(r"`([^`]+)`", text)
-    plain = [re.sub(r"(\*\w[^*]*\w\*)|([\\*|]|(?<=\w)_(?!\w))", _one_escaped, part) for part in parts[::2]]
+    plain = [re.sub(r"(\*\w[^*]*\w\*)|([\\*|`]|(?<=\w)_(?!\w))", _one_escaped, part) for part in parts[::2]]
     # A literal may not touch a word: an escaped space ends it.
     literal = [rf"``{part}``\ " for part in parts[1::2]]
     return "".join(a + b for a, b in zip(plain, [*literal, ""], strict=True))

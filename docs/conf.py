@@ -77,6 +77,7 @@ sphinx_gallery_conf: dict[str, Any] = {
     "show_signature": False,
     "image_scrapers": ("matplotlib",),
     "write_computation_times": False,
+    "reset_modules": ("matplotlib", "gallery_state.reset"),
 }
 
 
@@ -102,4 +103,5 @@ def _display(translator: Any, node: nodes.math_block) -> None:
 def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", (_inline, None), (_display, None))
     app.connect("builder-inited", lambda _: api_pages.write(HERE / "api"), priority=100)
+    app.connect("autodoc-skip-member", api_pages.is_foreign)
     app.connect("autodoc-process-docstring", api_pages.as_restructured_text, priority=100)

@@ -19,11 +19,16 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 def printed(page: Path) -> list[tuple[str, str]]:
     """What each block prints when the page is run from top to bottom, beside what the page says."""
-    scope: dict[str, object] = {"__name__": "__main__"}
-    return [(_run(kind, code, page, scope), shown) for kind, code, shown in blocks(page)]
+    text, scope = page.read_text(encoding="utf-8"), {"__name__": "__main__"}
+    found = []
+    for block in BLOCK.finditer(text):
+        kind, code, shown = block.groups(default="")
+        # Empty lines before the code let a traceback show the right line of the page.
+        found.append((_run(kind, "\n" * text.count("\n", 0, block.start(2)) + code, page, scope), shown))
+    return found
 
 
-def _run(kind: str, code: str, page: Path, scope: dict[str, object]) -> str:
+def _run(kind: str, code: str, page: Path, scope: dict[str, str]) -> str:
     if kind == "console":
         return "".join(_command(line.removeprefix("$ ")) for line in code.splitlines() if line.startswith("$ "))
     output = io.StringIO()
@@ -36,16 +41,27 @@ def _command(line: str) -> str:
     # The commands of this environment, on a terminal as wide as a page and without colours.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=300)
+    shell = ["bash", "-o", "pipefail", "-c", line]
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
 def assert_prints_what_it_shows(page: Path) -> None:
     for found, shown in printed(page):
-        one, other = found.split(), shown.split()
-        assert len(one) == len(other), f"{page.name} prints\n{found}\nand shows\n{shown}"
-        assert [pair for pair in zip(one, other, strict=True) if not alike(*pair)] == []
+        assert agree(found.split(), shown.split()), f"{page.name} prints\n{found}\nand shows\n{shown}"
+
+
+def agree(found: list[str], shown: list[str]) -> bool:
+    """Whether the words are alike, one by one; a word … in what is shown may stand for any number of them."""
+    if len(found) == len(shown) and all(map(alike, found, shown)):
+        return True
+    if "…" not in shown:
+        return False
+    first = shown.index("…")
+    if not (len(found) >= first and all(map(alike, found[:first], shown[:first]))):
+        return False
+    return any(agree(found[i:], shown[first + 1 :]) for i in range(first, len(found) + 1))
 
 
 def alike(found: str, expected: str) -> bool:
@@ -53,7 +69,7 @@ def alike(found: str, expected: str) -> bool:
     if found == expected:
         return True
     try:
-        a, b = float(found.strip(",;()")), float(expected.strip(",;()"))
+        a, b = float(found.strip(",;:()%")), float(expected.strip(",;:()%"))
     except ValueError:
         return False
     return abs(a - b) <= 2e-3 * abs(b) or max(abs(a), abs(b)) < 1e-8
