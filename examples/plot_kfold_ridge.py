@@ -27,7 +27,7 @@ from sklearn.preprocessing import StandardScaler
 import bilevel as bl
 
 QUICK = bool(os.environ.get("BILEVEL_QUICK"))
-SPLITS, ITERATIONS = (2, 8) if QUICK else (10, 40)
+SPLITS, ITERATIONS = (2, 8) if QUICK else (10, 20)
 torch.set_default_dtype(torch.float64)
 plt.style.use("tableau-colorblind10")
 COLOURS = {"one penalty": "C0", "two groups": "C5", "one each": "C1"}
@@ -52,7 +52,10 @@ def ridge(group):
 
 
 def tune(data, group, seed, callbacks=()):
-    """Log-penalties that minimise the five-fold error; `Spectral` takes 5,000 steps for the price of a few."""
+    """Log-penalties that minimise the five-fold error.
+
+    `Spectral` takes 5,000 steps for the price of a few, and as nothing is random in f, Rprop may rely on its signs.
+    """
     return bl.solve(
         ridge(group),
         torch.zeros(int(group.max()) + 1),
@@ -61,7 +64,7 @@ def tune(data, group, seed, callbacks=()):
         steps=5000,
         method=bl.Spectral(),
         constraint=bl.Box(-8, 3),
-        optimizer=lambda params: torch.optim.Adam(params, lr=0.3),
+        optimizer=lambda params: torch.optim.Rprop(params, lr=0.5, step_sizes=(1e-4, 1.0)),
         iterations=ITERATIONS,
         callbacks=callbacks,
         progress=False,
@@ -115,26 +118,32 @@ for name, noise in (("diabetes", 0), ("with 30 columns of noise", 30)):
     if not noise:
         del groups["two groups"]
     tables[name] = {label: [] for label in ["RidgeCV", *groups]}
+    reached = {label: [] for label in groups}
     for seed in range(SPLITS):
         train, test = split(seed, noise)
         reference = RidgeCV(alphas=np.logspace(-3, 4, 60)).fit(*train)
         tables[name]["RidgeCV"].append(float(mse(torch.as_tensor(reference.coef_), test)))
         for label, group in groups.items():
-            penalties = tune(train, group, seed).outer.exp()[group]
-            tables[name][label].append(float(mse(refit(train, penalties), test)))
+            tuned = tune(train, group, seed)
+            reached[label].append(tuned.value)
+            tables[name][label].append(float(mse(refit(train, tuned.outer.exp()[group]), test)))
     print(f"Test error, {name}, mean of {SPLITS} splits (difference from RidgeCV ± its standard error)")
     for label, column in tables[name].items():
         gain = np.subtract(column, tables[name]["RidgeCV"])
-        print(f"  {label:12} {np.mean(column):.4f}  ({gain.mean():+.4f} ± {gain.std(ddof=1) / SPLITS**0.5:.4f})")
+        promised = f"  five-fold error {np.mean(reached[label]):.4f}" if label in reached else ""
+        print(
+            f"  {label:12} {np.mean(column):.4f}  ({gain.mean():+.4f} ± {gain.std(ddof=1) / SPLITS**0.5:.4f}){promised}"
+        )
 
 noisy = tables["with 30 columns of noise"]
 groups_gain = float(np.mean(noisy["RidgeCV"]) - np.mean(noisy["two groups"]))
 
 # %%
 # On the plain data one penalty is all that 220 patients can pay for. Ten of them fit the five folds better and the test
-# data slightly worse: cross-validation, too, can be overfitted. With the noise, a penalty each helps a little, but two
-# penalties that follow what is known about the columns help several times as much. What the gradient buys is the
-# freedom to choose *any* number of hyperparameters; the data still have to say what they should be.
+# data slightly worse: cross-validation, too, can be overfitted. With the noise this is plainer still. A penalty each
+# promises by far the least error on the folds and then gains little, if anything, on the test data, while two penalties
+# that follow what is known about the columns keep their promise and win clearly. What the gradient buys is the freedom
+# to choose *any* number of hyperparameters; the data still have to say what they should be.
 
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", width_ratios=[1.2, 0.9, 1.1])
 axes[0].plot(grid, curve, color="C0", label="five-fold error on a grid")

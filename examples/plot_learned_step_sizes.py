@@ -151,7 +151,7 @@ hand_loss, adam_loss, learned_loss = (curve[STEPS // STRIDE] for curve in curves
 # %%
 # The learned steps are large where the gradient is small, in the first layers, and the momentum there is close to one.
 # No constant for all layers can do that: what the first layer needs makes the last one diverge. Adam, which gives every
-# weight a scale of its own, comes much closer, and draws level when it is given twice the steps that λ was learned for.
+# weight a scale of its own, comes much closer, and draws level when given twice the steps that λ was learned for.
 # If Adam is good enough for you, it is the simpler choice; if a family of problems has to be solved over and over
 # within a budget of steps, learning the constants for exactly that budget pays.
 
@@ -160,7 +160,7 @@ for (name, curve), colour in zip(curves.items(), ("C3", "C1", "C0"), strict=True
     left.semilogy(times, curve, color=colour, marker="o", markersize=4, label=name)
 left.axvline(STEPS, color="grey", lw=0.8)
 left.set(xlabel="step", ylabel="test loss", title="Unseen pairs of digits")
-left.legend(frameon=False)
+left.legend(frameon=False, loc="lower left")
 layers = torch.arange(1, len(SIZES))
 values = {"lr": lambda leaf: leaf.exp(), "momentum": lambda leaf: leaf.sigmoid()}
 for panel, key, title in ((middle, "lr", "Learned step sizes"), (right, "momentum", "Learned momenta")):
