@@ -9,11 +9,11 @@ from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
 
 import bilevel as bl
 from bilevel.estimators.elastic_net_criterion import ProximalCriterion
-from bilevel.estimators.engine_criterion import EngineCriterion
 from bilevel.estimators.folds import split
 from bilevel.estimators.hyperparameters import grouping, tether
-from bilevel.estimators.linear_problem import log_loss, squared_error
-from bilevel.estimators.logistic_criterion import NewtonCriterion
+from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.losses import LogLoss, SquaredError
+from bilevel.estimators.newton_criterion import NewtonCriterion
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
 
 SHAPES = [(40, 8, 1), (40, 8, 2), (18, 25, 1)]
@@ -33,30 +33,28 @@ def classes_of(X, outputs):
     return codes, np.eye(3)[codes] if outputs > 1 else np.eye(2)[codes][:, 1:]
 
 
+def newton(X, y, folds, loss, intercept, dense):
+    table = with_ones(X) if intercept else X
+    criterion = NewtonCriterion(LinearProblem(table, y, folds, loss, free=intercept))
+    criterion.dense = dense
+    return criterion
+
+
 def criteria(kind, X, y, weight, intercept):
     """All ways to the same criterion, the fastest first."""
-    if kind == "ridge":
-        folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
-        return [
-            NormalEquations.of(X, y, folds, intercept, shared=False),
-            KernelEquations(X, y, folds, intercept),
-            NormalEquations.of(sparse.csr_matrix(X), y, folds, intercept, shared=False),
-            KernelEquations(sparse.csr_matrix(X), y, folds, intercept),
-            EngineCriterion(squared_error(X, y, folds, intercept), lambda w: 0 * w[0], tol=1e-12),
-        ]
+    tables = (X, sparse.csr_matrix(X))
     if kind == "logistic":
         codes, y = classes_of(X, y.shape[1])
         folds = split(3, X, codes, weight, classes=True, random_state=0)
-        return [
-            way
-            for table in (X, sparse.csr_matrix(X))
-            for way in (
-                NewtonCriterion(log_loss(table, y, folds, intercept)),
-                EngineCriterion(log_loss(table, y, folds, intercept), lambda w: 0 * w[0], tol=1e-12),
-            )
-        ]
+        return [newton(table, y, folds, LogLoss(), intercept, dense) for table in tables for dense in (True, False)]
     folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
-    return [ProximalCriterion(table, y, folds, intercept, 0.6) for table in (X, sparse.csr_matrix(X))]
+    if kind == "ridge":
+        return [
+            *(NormalEquations.of(table, y, folds, intercept, shared=False) for table in tables),
+            *(KernelEquations(table, y, folds, intercept) for table in tables),
+            *(newton(table, y, folds, SquaredError(), intercept, dense) for table in tables for dense in (True, False)),
+        ]
+    return [ProximalCriterion(table, y, folds, intercept, 0.6) for table in tables]
 
 
 @pytest.mark.parametrize("kind", ["ridge", "logistic", "elastic net"])
@@ -137,9 +135,8 @@ def test_refitting_is_scikit_learns_fit_at_equal_penalties(intercept, sparsely):
 
     stratified = split(3, X, codes, weight, classes=True, random_state=0)
     rival = LogisticRegression(C=1 / 0.7, max_iter=10_000, **settings).fit(X, codes, sample_weight=weight)
-    linear = log_loss(given, indicators, stratified, intercept)
-    for criterion in (NewtonCriterion(linear), EngineCriterion(linear, lambda w: 0 * w[0])):
-        coef, b = criterion.refit(level)
+    for dense in (True, False):
+        coef, b = newton(given, indicators, stratified, LogLoss(), intercept, dense).refit(level)
         np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-5)
         np.testing.assert_allclose(b - b.mean(), rival.intercept_ - np.mean(rival.intercept_), atol=1e-5)
 

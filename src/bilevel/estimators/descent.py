@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from bilevel.errors import Outcome
+from bilevel.errors import BilevelError, Outcome
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Array
 from bilevel.estimators.hyperparameters import Grouping, tether
@@ -66,16 +66,22 @@ class Descent:
         grid = np.linspace(*self.box, 13)[1:-1]
         ones = np.ones(self.grouping.count)
         values = [self.criterion.evaluate(self.grouping.spread(t * ones)).value for t in grid]
+        if not np.isfinite(values).any():
+            raise BilevelError(
+                "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "
+                "them first, with StandardScaler for example."
+            )
         best = ones * grid[int(np.nanargmin(values))]
         lam, _ = self._minimise(best, math.inf, record)
         return lam, max(min(value for value, _, _ in record.rows), 1e-300)
 
     def path(self, start: Array, tethers: tuple[float, ...], record: Record) -> list[Array]:
         """λ for every tether, each begun where the one before it ended."""
-        found = [start]
+        found: list[Array] = []
         for strength in tethers:
-            found.append(self._minimise(found[-1], strength, record)[0])
-        return found[1:]
+            begin = found[-1] if found else start
+            found.append(self._minimise(begin, strength, record)[0])
+        return found
 
     def finish(self, start: Array, strength: float, record: Record) -> tuple[Array, Outcome]:
         """λ at one tether, and how the search for it ended."""
@@ -84,6 +90,8 @@ class Descent:
     def _minimise(self, start: Array, strength: float, record: Record) -> tuple[Array, Outcome]:
         """λ that minimises f + strength·f₀/n·tether, by L-BFGS-B; an infinite strength keeps all entries equal."""
         tied = math.isinf(strength)
+        if not tied:
+            start = self._lifted(start)
         apart_weight = 0.0
         if not tied and strength > 0:
             apart_weight = strength * self.level / self.criterion.folds.total
@@ -120,6 +128,17 @@ class Descent:
         lam = np.full(self.grouping.count, result.x[0]) if tied else result.x
         return lam, _outcome(result, self.max_iter, self.tol)
 
+    def _lifted(self, lam: Array) -> Array:
+        """λ with all entries raised alike, as far as that costs next to nothing.
+
+        Where noise is small the best penalties are tiny, and there none makes a difference to f: gradients vanish, also
+        those of features that should go. Higher up they do not.
+        """
+        limit = 1.02 * self.criterion.evaluate(self.grouping.spread(lam)).value
+        while lam.max() + 2 < self.box[1] and self.criterion.evaluate(self.grouping.spread(lam + 2)).value <= limit:
+            lam = lam + 2
+        return lam
+
 
 def choose_tether(descent: Descent, start: Array, report: Callable[[], None]) -> float:
     """The tether with the least error in nested cross-validation.
@@ -155,6 +174,5 @@ def choose_tether(descent: Descent, start: Array, report: Callable[[], None]) ->
 def _outcome(result: Any, max_iter: int, tol: float) -> Outcome:
     if result.nit >= max_iter:
         return Outcome("finished", f"Ran all {max_iter} iterations; raise max_iter to go on.")
-    return Outcome(
-        "converged", f"Converged after {result.nit} iterations: the criterion improves by less than {tol:g} of itself."
-    )
+    count = f"{result.nit} iteration{'s' if result.nit != 1 else ''}"
+    return Outcome("converged", f"Converged after {count}: the criterion improves by less than {tol:g} of itself.")

@@ -13,13 +13,10 @@ from typing_extensions import Self
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelEstimator
 from bilevel.estimators.criterion import Criterion
-from bilevel.estimators.engine_criterion import EngineCriterion
 from bilevel.estimators.folds import Array, Folds
-from bilevel.estimators.linear_problem import log_loss
-from bilevel.estimators.logistic_criterion import NewtonCriterion, probabilities
-
-# Floating-point operations for the Hessians of all folds up to which they are built.
-LARGEST = 2e8
+from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.losses import LogLoss, probabilities
+from bilevel.estimators.newton_criterion import NewtonCriterion
 
 
 class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
@@ -74,8 +71,5 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
         return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]
 
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
-        problem = log_loss(X, y, folds, self.fit_intercept)
-        rows, features = problem.X.shape
-        if folds.count * rows * (features * problem.outputs) ** 2 <= LARGEST:
-            return NewtonCriterion(problem)
-        return EngineCriterion(problem, lambda w: 0 * w[0])
+        table = with_ones(X) if self.fit_intercept else X
+        return NewtonCriterion(LinearProblem(table, y, folds, LogLoss(), free=self.fit_intercept))

@@ -8,10 +8,11 @@ from sklearn.base import RegressorMixin
 
 from bilevel.estimators.base import BilevelRegressor
 from bilevel.estimators.criterion import Criterion
-from bilevel.estimators.engine_criterion import EngineCriterion
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import is_shared
-from bilevel.estimators.linear_problem import squared_error
+from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.losses import SquaredError
+from bilevel.estimators.newton_criterion import NewtonCriterion
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
 
 # The largest matrix that is factorised; beyond it conjugate gradients are faster and need no such matrix.
@@ -38,11 +39,8 @@ class BilevelRidge(RegressorMixin, BilevelRegressor):
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
         rows, features = X.shape
         if min(rows, features) > LARGEST:
-            share = folds.weight / folds.weight.sum()
-            return EngineCriterion(
-                squared_error(X, y, folds, self.fit_intercept),
-                lambda w: share @ (y - X @ w) if self.fit_intercept else 0 * y[0],
-            )
+            table = with_ones(X) if self.fit_intercept else X
+            return NewtonCriterion(LinearProblem(table, y, folds, SquaredError(), free=self.fit_intercept))
         if features <= rows:
             return NormalEquations.of(X, y, folds, self.fit_intercept, is_shared(self.penalty))
         return KernelEquations(X, y, folds, self.fit_intercept)

@@ -17,7 +17,8 @@ from typing_extensions import Self
 
 from bilevel.estimators.criterion import Criterion, Evaluation
 from bilevel.estimators.folds import Array, Folds
-from bilevel.estimators.linear_problem import squared_error
+from bilevel.estimators.linear_problem import LinearProblem
+from bilevel.estimators.losses import SquaredError
 from bilevel.problem import Problem, Task
 
 
@@ -171,10 +172,11 @@ class KernelEquations(Criterion):
         alpha = np.exp(log_alpha)
         kernel = _kernel(self.X, alpha)
         w = [self.X.T @ _KernelFold(kernel, self.y, s, self.intercept).dual / alpha[:, None] for s in self.train]
-        linear = squared_error(self.X, self.y, self.folds, self.intercept)
+        linear = LinearProblem(self.X, self.y, self.folds, SquaredError(), centred=self.intercept)
+        problem, task = linear.for_engine()
         # The smallest curvature is that of the penalty: there are more directions than rows.
         told = {"mu": float(alpha.min())}
-        return linear.problem(), torch.from_numpy(log_alpha), linear.task, torch.from_numpy(np.stack(w)), told
+        return problem, torch.from_numpy(log_alpha), task, torch.from_numpy(np.stack(w)), told
 
 
 class _KernelFold:
