@@ -27,7 +27,7 @@ from sklearn.preprocessing import StandardScaler
 import bilevel as bl
 
 QUICK = bool(os.environ.get("BILEVEL_QUICK"))
-SPLITS, ITERATIONS = (2, 8) if QUICK else (10, 20)
+SPLITS, ITERATIONS = (2, 6) if QUICK else (10, 20)
 torch.set_default_dtype(torch.float64)
 plt.style.use("tableau-colorblind10")
 COLOURS = {"one penalty": "C0", "two groups": "C5", "one each": "C1"}

@@ -25,8 +25,8 @@ import torch
 import bilevel as bl
 
 QUICK = bool(os.environ.get("BILEVEL_QUICK"))
-ITERATIONS = 100 if QUICK else 2000
-POINTS, STEPS, BATCH, UNSEEN = 10, 5, 25, 200
+ITERATIONS, UNSEEN = (120, 50) if QUICK else (2000, 200)
+POINTS, STEPS, BATCH = 10, 5, 25
 dynamics = bl.GradientDescent(lr=0.01)
 torch.manual_seed(0)
 plt.style.use("tableau-colorblind10")
@@ -142,7 +142,7 @@ for name, curve in adaptation.items():
     colour, line = styles.get(name, ("C1" if name == "FirstOrder()" else "C0", "-"))
     left.semilogy(curve, color=colour, ls=line, marker="o", markersize=4, label=name)
 left.axvline(STEPS, color="grey", lw=0.8)
-left.set(xlabel="gradient steps on a new wave", ylabel="mean squared error", title="200 unseen waves")
+left.set(xlabel="gradient steps on a new wave", ylabel="mean squared error", title=f"{UNSEEN} unseen waves")
 
 x = torch.linspace(-5, 5, 200)[None, :, None]
 amplitude, phase = 3.5, 0.8

@@ -54,6 +54,9 @@ CLAIMS = {
         "the descent finds the grid's minimum": lambda n: abs(n["descent_minimum"] / n["grid_minimum"] - 1) < 0.01,
         "two penalties beat RidgeCV's one among noise": lambda n: n["groups_gain"] > 0.02,
     },
+    "plot_learned_schedule": {
+        "the schedule beats the best constant on new seeds": lambda n: n["learned"] < n["best_constant"],
+    },
     "plot_learned_step_sizes": {
         "learned steps beat constants tuned by hand": lambda n: n["learned_loss"] < 0.8 * n["hand_loss"],
     },
