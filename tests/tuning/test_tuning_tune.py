@@ -167,6 +167,8 @@ def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_end
         nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), train, (x[20:], y[20:]), lr=0.05, steps=30, iterations=2
     )
     assert found.gap.applies and found.certificate.steps == 30
+    # It is about the weights that were reached, not about a training of its own.
+    assert found.certificate.value == pytest.approx(found.value, rel=1e-10)
     limit = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), (x[:20], y[:20]), (x[20:], y[20:]), steps=5000)
     assert abs(limit.run(found.lam)[1] - found.value) <= found.gap.bound
 
@@ -249,3 +251,37 @@ def test_new_noise_for_a_batch_that_is_always_the_same():
     job = prepare(model, F.cross_entropy, LearningRate(0.2), classes(), VAL, steps=6)
     losses = [job.problem.inner(job.network.w, job.space.lam, job.training(seed)(1)).item() for seed in (1, 2, 1)]
     assert losses[0] == losses[2] != losses[1]
+
+
+def test_values_per_layer_are_torchs_parameter_groups():
+    declared = [
+        LearningRate([0.1, 0.4], per="layer"),
+        WeightDecay([0.05, 0.01], per="layer"),
+        Initialisation([2.0, 0.5], per="layer"),
+    ]
+    found = bl.tune(network(), F.cross_entropy, declared, classes(), VAL, steps=10, iterations=0)
+    model = network()
+    with torch.no_grad():
+        for layer, factor in ((model[0], 2.0), (model[2], 0.5)):
+            for parameter in layer.parameters():
+                parameter.mul_(factor)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": model[0].parameters(), "lr": 0.1, "weight_decay": 0.05},
+            {"params": model[2].parameters(), "lr": 0.4, "weight_decay": 0.01},
+        ]
+    )
+    for _ in range(10):
+        optimizer.zero_grad()
+        F.cross_entropy(model(classes()[0]), classes()[1]).backward()
+        optimizer.step()
+    for ours, theirs in zip(found.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_the_outer_step_is_in_the_unit_of_the_hyperparameter():
+    declared = [LearningRate(0.1, range=(0.08, 0.12), transform=None), WeightDecay(1e-2)]
+    found = bl.tune(network(), F.cross_entropy, declared, classes(), VAL, steps=5, iterations=2, outer_lr=0.2)
+    # Adam's first step has the length of its learning rate: a fifth of a tenth of the range, and of a unit of logarithm.
+    assert abs(np.diff(found.history["values"]["lr"])[0]) == pytest.approx(0.2 * 0.004, rel=1e-4)
+    assert abs(np.diff(np.log(found.history["values"]["weight_decay"]))[0]) == pytest.approx(0.2, rel=1e-4)

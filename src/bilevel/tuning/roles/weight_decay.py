@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class WeightDecay(Hyperparameter):
     With Adam it is the penalty of `torch.optim.Adam(weight_decay=c)`, not AdamW's decay.
 
     Args:
-        start: c before tuning.
+        start: c before tuning; for per="layer" it may be an array.
         per: "model" tunes one c, "layer" one for each module that holds parameters, "weight" one for every number in
             the model.
         only: `only(name)` says which parameters are decayed; all by default.
@@ -36,7 +36,7 @@ class WeightDecay(Hyperparameter):
     """
 
     name: str = field(default="weight_decay", kw_only=True)
-    start: float = 1e-4
+    start: Any = 1e-4
     range: tuple[float | None, float | None] | None = (1e-8, 1e2)
     transform: str | Transform | None = "log"
     per: Literal["model", "layer", "weight"] = "model"
