@@ -282,6 +282,6 @@ def test_values_per_layer_are_torchs_parameter_groups():
 def test_the_outer_step_is_in_the_unit_of_the_hyperparameter():
     declared = [LearningRate(0.1, range=(0.08, 0.12), transform=None), WeightDecay(1e-2)]
     found = bl.tune(network(), F.cross_entropy, declared, classes(), VAL, steps=5, iterations=2, outer_lr=0.2)
-    # Adam's first step is as long as its learning rate: a fifth of a tenth of the range, a fifth of a unit of logarithm.
+    # Adam's first step is as long as its learning rate: a fifth of a tenth of the range, a fifth in the logarithm.
     assert abs(np.diff(found.history["values"]["lr"])[0]) == pytest.approx(0.2 * 0.004, rel=1e-3)
     assert abs(np.diff(np.log(found.history["values"]["weight_decay"]))[0]) == pytest.approx(0.2, rel=1e-3)
