@@ -33,12 +33,14 @@ TITLES = {
 }
 # What is public without being a name of `bilevel` itself.
 MODULES = ["estimators", "tuning", "testing", "data", "models", "trees"]
-# Names that stand beside their room's main one, and are what it returns or is made of.
+# What the public calls return or take, and is found in no list of names.
 ALSO = {
-    "outer_loop": ["Iteration"],
-    "methods": ["Stats"],
-    "linear_solvers": ["LinearSolver", "LinearSolution"],
-    "errors": [],
+    "outer_loop": ["bilevel.outer_loop.Iteration"],
+    "methods": ["bilevel.methods.base.Stats"],
+    "linear_solvers": ["bilevel.linear_solvers.base.LinearSolver", "bilevel.linear_solvers.base.LinearSolution"],
+    "meta": ["bilevel.meta.classifier.FewShotClassifier", "bilevel.meta.library.find", "bilevel.meta.library.Trained"],
+    "data": ["bilevel.data.arrays.from_arrays", "bilevel.data.arrays.from_torch"],
+    "models": ["bilevel.models.batch_norm.BatchNorm"],
 }
 
 
@@ -56,8 +58,7 @@ def rooms() -> dict[str, list[str]]:
         if not inspect.ismodule(getattr(bilevel, name)):
             found.setdefault(module.split(".")[0], []).append(f"bilevel.{name}")
     for room, names in ALSO.items():
-        base = {"methods": "methods.base", "linear_solvers": "linear_solvers.base"}.get(room, room)
-        found[room] += [f"bilevel.{base}.{name}" for name in names]
+        found.setdefault(room, []).extend(names)
     known = {id(_resolve(name)) for names in found.values() for name in names}
     for room in MODULES:
         if module := _module(room):
@@ -80,6 +81,7 @@ def write(folder: Path) -> None:
     """One page per room and an index; pages of rooms that are gone are removed."""
     folder.mkdir(exist_ok=True)
     pages = {f"{room}.rst": _page(room, names) for room, names in rooms().items()}
+    pages["commands.rst"] = _commands()
     pages["index.rst"] = _index(rooms())
     for stale in set(folder.glob("*.rst")) - {folder / name for name in pages}:
         stale.unlink()
@@ -91,11 +93,27 @@ def write(folder: Path) -> None:
 
 def _index(found: dict[str, list[str]]) -> str:
     lines = [*_heading("API reference"), "Every public name, by room; the text is that of the docstrings.", ""]
-    lines += [".. toctree::", "   :hidden:", "", *(f"   {room}" for room in found), ""]
+    lines += [".. toctree::", "   :hidden:", "", *(f"   {room}" for room in found), "   commands", ""]
+    lines += ["The commands of the shell, with their options, are :doc:`here <commands>`.", ""]
     lines += [".. list-table::", "   :widths: 25 75", ""]
     for room, names in found.items():
         links = ", ".join(f":py:obj:`~{name}`" for name in names)
         lines += [f"   * - :doc:`{_title(room)} <{room}>`", f"     - {links}"]
+    return "\n".join(lines) + "\n"
+
+
+def _commands() -> str:
+    """What `bilevel COMMAND --help` prints, for every command."""
+    from typer.testing import CliRunner
+
+    from bilevel.cli import build
+
+    app, lines = build(), _heading("Commands")
+    for command in sorted(str(command.name) for command in app.registered_commands):
+        shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "90", "TERMINAL_WIDTH": "90"}).stdout
+        title = f"bilevel {command}"
+        lines += [title, "-" * len(title), "", ".. code-block:: text", ""]
+        lines += [f"   {line}".rstrip() for line in shown.strip().splitlines()] + [""]
     return "\n".join(lines) + "\n"
 
 

@@ -59,7 +59,7 @@ autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # an override repeats nothing
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_use_ivar = False
 napoleon_attr_annotations = False
 napoleon_custom_sections = [("Warns", "returns_style")]
 

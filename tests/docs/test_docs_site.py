@@ -37,6 +37,15 @@ def test_every_public_name_is_in_the_api_reference(api_pages, tmp_path):
         assert missing == [] and api_pages.public(module)
 
 
+def test_every_command_is_in_the_reference_with_its_options(api_pages, tmp_path):
+    api_pages.write(tmp_path)
+    text = (tmp_path / "commands.rst").read_text(encoding="utf-8")
+    folder = Path(bilevel.__file__).parent / "cli"
+    commands = {file.stem.replace("_", "-") for file in folder.glob("*.py") if not file.stem.startswith("_")}
+    assert set(re.findall(r"^bilevel (\S+)$", text, re.MULTILINE)) == commands
+    assert "--data-root" in text and "Usage: bilevel classify [OPTIONS]" in text
+
+
 def test_a_name_that_is_new_comes_into_the_reference_by_itself(api_pages, tmp_path, monkeypatch):
     monkeypatch.setattr(api_pages, "exported", lambda: {"Problem": "problem", "Episodes": "somewhere.new"})
     monkeypatch.setattr(api_pages, "MODULES", [])
@@ -92,3 +101,13 @@ def test_pictures_are_what_their_scripts_draw(tmp_path):
         # Versions of matplotlib differ in digits and not in how much there is to see.
         assert committed.count("<path") == pytest.approx(picture.read_text(encoding="utf-8").count("<path"), rel=0.1)
         assert any(f"images/{picture.name}" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
+def test_every_room_is_on_the_page_and_in_the_picture_of_the_architecture():
+    source = Path(bilevel.__file__).parent
+    rooms = {path.stem for path in source.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    picture = (DOCS / "pictures" / "rooms.py").read_text(encoding="utf-8")
+    for room in rooms - {"__init__", "__main__"}:
+        assert re.search(rf"\b{room}\b", page), room
+        assert f'"{room}"' in picture, room

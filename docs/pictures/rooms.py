@@ -1,0 +1,36 @@
+"""The rooms of the package: each imports itself and what stands below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from _canvas import BLUE, GREEN, GREY, ORANGE, arrow, box, canvas, save
+
+LAYERS = [
+    (["cli"], GREY),
+    (["experiments", "report"], GREY),
+    (["tabular"], GREEN),
+    (["estimators", "tuning", "meta"], GREEN),
+    (["outer_loop", "training", "testing"], BLUE),
+    (["certificate"], BLUE),
+    (["hypergradients"], BLUE),
+    (["methods"], BLUE),
+    (["dynamics", "linear_solvers", "constraints", "tasks", "data", "models"], ORANGE),
+    (["problem", "modules"], ORANGE),
+    (["errors", "trees", "discovery", "progress", "origin"], GREY),
+]
+
+
+def draw(path: Path) -> None:
+    step, width = 0.52, 8.2
+    height = step * len(LAYERS) + 0.1
+    figure, axes = canvas(width, height)
+    for row, (rooms, colour) in enumerate(LAYERS):
+        y = height - 0.3 - step * row
+        each = (width - 0.5) / len(rooms)
+        for column, room in enumerate(rooms):
+            x = 0.45 + each * (column + 0.5)
+            box(axes, x, y, room, size=(min(each - 0.08, 3.2), 0.36), colour=colour, filled=True)
+    arrow(axes, (0.2, height - 0.15), (0.2, 0.15))
+    axes.text(0.1, height / 2, "imports", rotation=90, fontsize=8.5, color=GREY, va="center", ha="center")
+    save(figure, path)
