@@ -36,7 +36,7 @@ def classes_of(X, outputs):
 def newton(X, y, folds, loss, intercept, dense):
     table = with_ones(X) if intercept else X
     criterion = NewtonCriterion(LinearProblem(table, y, folds, loss, free=intercept))
-    criterion.dense = dense
+    criterion.dense, criterion.diagonal = dense, criterion._largest_diagonal()
     return criterion
 
 

@@ -103,7 +103,7 @@ class BilevelEstimator(BaseEstimator):
         """
         squares = X.multiply(X) if sparse.issparse(X) else X**2
         scale = float(np.max(weight @ squares)) or 1.0
-        return math.log(1e-9 * scale), math.log(1e6 * scale)
+        return math.log(1e-6 * scale), math.log(1e6 * scale)
 
     def _tune(self, X: Any, y: Array, weight: Array, outputs: Array) -> tuple[Array, Array]:
         """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.
@@ -126,6 +126,8 @@ class BilevelEstimator(BaseEstimator):
         descent = Descent(criterion, groups, self._box(X, outputs, weight), self.max_iter, self.tol)
         with self._progress() as advance:
             lam = self._search(descent, free, 2 * np.log(scale), advance)
+        # What is left of rounding after so many steps must not decide: four decimals of a logarithm are plenty.
+        lam = lam.round(4)
         log_alpha = groups.spread(lam)
         alpha = np.exp(log_alpha) * scale**2
         self.alpha_ = float(alpha[0]) if shared else alpha
@@ -209,7 +211,7 @@ class BilevelRegressor(BilevelEstimator):
         X, y = validate_data(
             self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
         )
-        y = np.asarray(y, dtype=np.float64)
+        y = np.array(y, dtype=np.float64)
         coef, intercept = self._tune(X, y, self._weights(sample_weight, X), y.reshape(len(y), -1))
         self.coef_ = coef.T if y.ndim == 2 else coef[:, 0]
         self.intercept_ = intercept if y.ndim == 2 else float(intercept[0])
@@ -234,4 +236,6 @@ def _spread(X: Any, weight: Array) -> Array:
 
 
 def _divided(X: Any, scale: Array) -> Any:
+    if (scale == 1).all() and (sparse.issparse(X) or X.flags.writeable):
+        return X
     return (X @ sparse.diags(1 / scale)).tocsr() if sparse.issparse(X) else X / scale

@@ -43,6 +43,8 @@ class NewtonCriterion(Criterion):
         rows, features = self.X.shape
         size = features * linear.y.shape[1]
         self.dense = self.folds.count * rows * size**2 <= LARGEST and self.folds.count * size**2 <= 2e8
+        if not self.dense:
+            self.diagonal = self._largest_diagonal()
         self.method = "Implicit differentiation at the minimiser that Newton's method finds, " + (
             f"with one factorised Hessian ({size} × {size}) per fold: it is small enough to build."
             if self.dense
@@ -173,11 +175,14 @@ class NewtonCriterion(Criterion):
             matrices[:, -outputs:, -outputs:] += self.linear.gauge
         return matrices
 
-    def _conjugate_gradients(self, curvatures: Array, alpha: Array) -> Solve:
-        """Preconditioned by the diagonal that the largest curvature of the loss would give; each fold has its own
-        recurrence, and a product with X serves all of them."""
+    def _largest_diagonal(self) -> Array:
+        """Of the folds' Hessians, if every row had the largest curvature of the loss."""
         squares = self.X.multiply(self.X) if sparse.issparse(self.X) else self.X**2
-        size = self.loss.steepest * np.asarray(squares.T @ self.train).T + alpha + self.linear.gauge
+        return self.loss.steepest * np.asarray(squares.T @ self.train).T
+
+    def _conjugate_gradients(self, curvatures: Array, alpha: Array) -> Solve:
+        """Preconditioned by a diagonal; each fold has its own recurrence, and a product with X serves all of them."""
+        size = self.diagonal + alpha + self.linear.gauge
 
         def times(v: Array) -> Array:
             image = self._transposed(self.train[:, :, None] * self.loss.bend(curvatures, self._scores(v)))
