@@ -77,6 +77,7 @@ sphinx_gallery_conf: dict[str, Any] = {
     "show_signature": False,
     "image_scrapers": ("matplotlib",),
     "write_computation_times": False,
+    "capture_repr": (),  # what is printed, and not the value of a block's last line
     "reset_modules": ("matplotlib", "gallery_state.reset"),
 }
 
