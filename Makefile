@@ -1,4 +1,5 @@
-# `make demo`, `make test` and `make docs` work on a machine that has nothing but Python: they make an environment of their own.
+# `make demo`, `make test` and `make docs` work on a machine that has nothing but Python: they make an environment of
+# their own.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

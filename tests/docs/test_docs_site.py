@@ -111,3 +111,19 @@ def test_every_room_is_on_the_page_and_in_the_picture_of_the_architecture():
     for room in rooms - {"__init__", "__main__"}:
         assert re.search(rf"\b{room}\b", page), room
         assert f'"{room}"' in picture, room
+
+
+@pytest.mark.parametrize(
+    "page, first, last",
+    [
+        ("choosing_a_method.md", "## Figures from the benchmarks", "## Which linear solver"),
+        ("alternatives.md", "| compiled code in jax", "| a differentiable optimiser"),
+    ],
+)
+def test_benchmark_figures_are_those_of_the_last_run(page, first, last):
+    results = (DOCS.parent / "benchmarks" / "results" / "RESULTS.md").read_text(encoding="utf-8")
+    section = (DOCS / page).read_text(encoding="utf-8").partition(first)[2].partition(last)[0]
+    figures = re.findall(r"\d+\.\d+|\b\d{3,}\b", section.replace(",", ""))
+    assert len(figures) >= 3
+    known = set(re.findall(r"\d+\.\d+|\d+", results.replace(",", "")))
+    assert [figure for figure in figures if figure not in known] == []

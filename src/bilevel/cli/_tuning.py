@@ -106,7 +106,7 @@ def limited(threads: int | None) -> Iterator[None]:
         yield
         return
     import torch
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from threadpoolctl import threadpool_limits
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

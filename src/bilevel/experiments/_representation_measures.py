@@ -60,8 +60,8 @@ def separation(features: Tensor, labels: Tensor) -> Separation:
 
 def flatten(features: Tensor, perplexity: float, seed: int) -> NDArray[Any]:
     """t-SNE's map of the features in two dimensions, the same for any number of cores."""
-    from sklearn.manifold import TSNE  # type: ignore[import-untyped]
-    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     # From principal components, so that the map keeps what it can of the large distances. Its sums depend on how many
     # threads share them.

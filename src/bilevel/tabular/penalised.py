@@ -34,7 +34,7 @@ def minimise(
     """
     if model == "elastic-net":
         return _elastic_net(X, y, penalty, weights, l1_ratio)
-    from sklearn import linear_model  # type: ignore[import-untyped]
+    from sklearn import linear_model
 
     root = np.sqrt(np.maximum(penalty, LEAST))
     if model == "ridge":

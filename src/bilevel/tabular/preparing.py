@@ -64,7 +64,7 @@ class Prepared:
 
     def folds(self, settings: TuneSettings) -> Any:
         """The folds that every model is tuned on."""
-        from sklearn.model_selection import KFold, StratifiedKFold  # type: ignore[import-untyped]
+        from sklearn.model_selection import KFold, StratifiedKFold
 
         kind = StratifiedKFold if self.target.classes else KFold
         return kind(settings.cv, shuffle=True, random_state=settings.seed)

@@ -50,7 +50,7 @@ class Rival:
         }[self.model]
 
     def fit(self, X: Floats, y: NDArray[Any], weights: Floats | None) -> Any:
-        from sklearn import linear_model  # type: ignore[import-untyped]
+        from sklearn import linear_model
 
         if self.model == "ridge":
             estimator = linear_model.RidgeCV(alphas=RIDGE_GRID, cv=self.folds, scoring="neg_mean_squared_error")

@@ -60,7 +60,7 @@ def verdict(ours: Score, theirs: Score, rival: str, measure: str, alike: bool) -
     `alike` says that all penalties are equal already. Where the 95 % interval of the mean difference of the losses
     holds zero, the difference is called none.
     """
-    from scipy import stats  # type: ignore[import-untyped]
+    from scipy import stats
 
     share = ours.weights / ours.weights.sum()
     differences = theirs.losses - ours.losses
