@@ -68,6 +68,10 @@ CLAIMS = {
         "sharing beats learning alone": lambda n: max(n["start_error"], n["common_error"]) < n["alone_error"] / 3,
         "and beats one model for all": lambda n: max(n["start_error"], n["common_error"]) < 0.9 * n["pooled_error"],
     },
+    "plot_per_feature_penalties": {
+        "many penalties beat one among noise": lambda n: n["own_error"] < 0.7 * n["ridge_error"],
+        "and cost little where every column counts": lambda n: n["loss_where_useless"] < 1.1,
+    },
     "plot_sinusoid": {
         "the learned start beats a random one": lambda n: n["reverse_error"] < n["random_error"] / 2,
         "and the first-order one": lambda n: n["reverse_error"] < n["first_order_error"],

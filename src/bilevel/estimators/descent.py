@@ -129,14 +129,18 @@ class Descent:
         return lam, _outcome(result, self.max_iter, self.tol)
 
     def _lifted(self, lam: Array) -> Array:
-        """λ with all entries raised alike, as far as that costs next to nothing.
+        """λ with all entries raised alike, as far as gradients grow and f hardly does.
 
         Where noise is small the best penalties are tiny, and there none makes a difference to f: gradients vanish, also
         those of features that should go. Higher up they do not.
         """
-        limit = 1.02 * self.criterion.evaluate(self.grouping.spread(lam)).value
-        while lam.max() + 2 < self.box[1] and self.criterion.evaluate(self.grouping.spread(lam + 2)).value <= limit:
-            lam = lam + 2
+        here = self.criterion.evaluate(self.grouping.spread(lam))
+        limit = 1.02 * here.value
+        while lam.max() + 2 < self.box[1]:
+            above = self.criterion.evaluate(self.grouping.spread(lam + 2))
+            if above.value > limit or np.linalg.norm(above.gradient) <= np.linalg.norm(here.gradient):
+                break
+            lam, here = lam + 2, above
         return lam
 
 
