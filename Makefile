@@ -26,7 +26,7 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/api docs/gallery
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""Gradient descent, the paper's Eq. 9."""
+"""Gradient descent, the paper's Eq. 10."""
 
 from __future__ import annotations
 

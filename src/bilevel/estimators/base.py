@@ -25,7 +25,7 @@ from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import grouping, is_shared
 from bilevel.progress import bar
 
-PARAMETERS = """Args:
+ARGUMENTS = """Args:
         penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
             feature for one per group.
         cv: the criterion: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, or an iterable
@@ -39,11 +39,13 @@ PARAMETERS = """Args:
         warm_start: begin at the penalties of the last fit, and keep its tether.
         random_state: of the shuffle before rows are dealt into folds.
         verbose: show a progress bar.
+"""
 
-    Attributes:
+ATTRIBUTES = """Attributes:
         alpha_: the tuned penalty: a number for "shared", an array with one per feature otherwise.
         tether_: the strength that was used.
-        coef_, intercept_: trained on all rows with these penalties.
+        coef_: coefficients, trained on all rows with these penalties.
+        intercept_: the intercept that belongs to them.
         history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion.
         method_: a sentence that says how hypergradients were computed, and why so.
         outcome_: a sentence that says how the search ended.
@@ -62,7 +64,8 @@ class BilevelEstimator(BaseEstimator):
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         # The parameters mean the same for every estimator and are explained once.
-        cls.__doc__ = (cls.__doc__ or "").replace("{parameters}", PARAMETERS.strip())
+        for place, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
+            cls.__doc__ = (cls.__doc__ or "").replace(place, text.strip())
 
     def __init__(
         self,

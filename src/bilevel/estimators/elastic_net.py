@@ -23,8 +23,10 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
     ρ = `l1_ratio`: the objective of scikit-learn's `ElasticNet` where all α_j are equal. The inner problem is solved by
     proximal dynamics, and the penalties are tuned for the squared error on held-out rows.
 
-    {parameters}
+    {arguments}
         l1_ratio: ρ, between 0 (ridge) and 1 (lasso).
+
+    {attributes}
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)

@@ -25,7 +25,9 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
     min over w of Σ_i s_i log-loss(x_i w + b, y_i) + ½ Σ_j α_j ‖w_j‖², the objective of scikit-learn's
     `LogisticRegression(C=1/α)` where all α_j are equal. The penalties are tuned for the log-loss on held-out rows.
 
-    {parameters}
+    {arguments}
+
+    {attributes}
         classes_: the classes.
 
     >>> import numpy as np

@@ -25,7 +25,9 @@ class BilevelRidge(RegressorMixin, BilevelRegressor):
     min over w of Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j ‖w_j‖², the objective of scikit-learn's `Ridge` where all α_j are
     equal. The penalties are tuned for the squared error on held-out rows.
 
-    {parameters}
+    {arguments}
+
+    {attributes}
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
