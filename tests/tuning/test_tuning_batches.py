@@ -10,6 +10,7 @@ from torch.utils.data import (
     IterableDataset,
     Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -100,6 +101,46 @@ def test_subsets_of_tensors_are_indexed_like_the_data_set():
     part, _ = random_split(data, [10, 14], generator=torch.Generator().manual_seed(0))
     batch = replayed(DataLoader(part, batch_size=4, shuffle=True))(2)
     assert all(torch.equal(x, part[int(i)][0]) for x, i in zip(batch.inputs, batch.index, strict=True))
+
+
+@pytest.mark.parametrize("data", [TensorDataset(*classes()), [(torch.ones(3) * i, i % 3) for i in range(24)]])
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": 5, "drop_last": True}])
+def test_loaders_told_apart_by_their_samplers_are_not_mixed(data, settings):
+    """The usual split of one data set: the validation set holds no training example."""
+    kept = [20, 3, 11, 6, 17, 9, 2]
+    batch = whole(DataLoader(data, sampler=SubsetRandomSampler(kept), **settings), 0, LIKE, "val")
+    assert batch.index.tolist() == sorted(kept)
+    assert torch.equal(batch.inputs, torch.stack([data[i][0] for i in sorted(kept)]).double())
+    everything = whole(DataLoader(data, shuffle=True, **settings), 0, LIKE, "val")
+    assert everything.index.tolist() == list(range(24))
+
+
+class Thirds(Sampler):
+    """Batches as tensors or arrays, of the first 12 examples only."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return iter(self.make(torch.randperm(12).reshape(3, 4)))
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.parametrize("make", [list, lambda x: list(x.numpy()), lambda x: x.tolist()])
+def test_samplers_may_give_tensors_and_arrays(make):
+    given = DataLoader(TensorDataset(*classes()), batch_sampler=Thirds(make))
+    replay = replayed(given)
+    epoch = [replay(t) for t in (1, 2, 3)]
+    assert sorted(torch.cat([batch.index for batch in epoch]).tolist()) == list(range(12))
+    assert torch.equal(epoch[1].inputs, classes()[0][epoch[1].index])
+    assert whole(given, 0, LIKE, "val").index.tolist() == list(range(12))
+
+
+def test_a_number_among_the_inputs_is_not_mistaken_for_the_examples():
+    batch = whole(({"count": torch.tensor(24), "x": classes()[0]}, classes()[1]), 0, LIKE, "val")
+    assert len(batch.index) == 24
 
 
 def test_floats_follow_the_model_and_labels_stay():

@@ -9,9 +9,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from bilevel import trees
 from bilevel.errors import BilevelError
@@ -110,10 +121,7 @@ class Replay:
     def _order(self, epoch: int) -> list[Any]:
         sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
         with seeded(self.seed, "order", epoch), _own_generators(self.loader, self.seed, epoch):
-            return [
-                list(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
-                for chosen in itertools.islice(sampler, self._steps)
-            ]
+            return [_places(chosen) for chosen in itertools.islice(sampler, self._steps)]
 
     def _fetch(self, chosen: Any, t: int) -> Batch:
         index = torch.tensor(chosen if isinstance(chosen, list) else [chosen])
@@ -147,7 +155,7 @@ def training_data(given: Any, seed: int, like: Tensor, steps: int) -> tuple[Batc
 
 
 def whole(given: Any, seed: int, like: Tensor, name: str) -> Batch:
-    """All examples as one batch, in the order of the data set."""
+    """All examples as one batch, in the order of the data set; of a loader those that its sampler shows."""
     if isinstance(given, Dataset):
         given = DataLoader(given)
     if isinstance(given, DataLoader):
@@ -155,24 +163,29 @@ def whole(given: Any, seed: int, like: Tensor, name: str) -> Batch:
         count = len(given.dataset)  # type: ignore[arg-type]
         if not count:
             raise BilevelError(f"The {name} data has no examples.")
-        index = torch.arange(count)
+        shown = shown_by(given, seed)
+        if not shown:
+            raise BilevelError(f"The sampler of the {name} loader, {type(given.sampler).__name__}, shows no examples.")
+        index = torch.tensor(shown)
         tensors = tensors_of(given) if given.collate_fn is default_collate else None
         if tensors is not None:
+            if shown != list(range(count)):
+                tensors = tuple(x[index.to(x.device)] for x in tensors)
             return as_batch(tensors, index, like, name)
         with seeded(seed, f"all of {name}", 0):
             if given.batch_sampler is None:
                 # The data set gives batches already.
-                parts = [_collated(given, i) for i in range(count)]
+                parts = [_collated(given, i) for i in shown]
                 joined = trees.map(lambda *leaves: torch.cat(leaves), *parts)
-                return as_batch(joined, torch.arange(len(trees.tensors(joined)[0])), like, name)
-            return as_batch(_collated(given, list(range(count))), index, like, name)
+                return as_batch(joined, torch.arange(_count(joined)), like, name)
+            return as_batch(_collated(given, shown), index, like, name)
     tensors_given = trees.tensors(given)
     if not (isinstance(given, (tuple, list)) and len(given) == 2 and tensors_given):
         raise BilevelError(
             f"{name}={_kind(given)} is not data. Pass a DataLoader over a map-style data set, such a data set, or a "
             "pair of tensors (inputs, targets)."
         )
-    return as_batch(given, torch.arange(len(trees.tensors(given[0])[0])), like, name)
+    return as_batch(given, torch.arange(_count(given[0])), like, name)
 
 
 def as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
@@ -183,10 +196,32 @@ def as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
             "pairs, or pass the loader a collate_fn that makes them."
         )
     inputs, targets = (trees.map(lambda x: _as_like(x, like), part) for part in pair)
-    first = trees.tensors(inputs)
-    if not first or not first[0].ndim or not len(first[0]):
+    if not any(x.ndim and len(x) for x in trees.tensors(inputs)):
         raise BilevelError(f"The {name} data has no examples: its inputs are {trees.describe(inputs)}.")
     return Batch(inputs, targets, index.to(like.device))
+
+
+def shown_by(loader: DataLoader[Any], seed: int) -> list[int]:
+    """The positions of the examples that an epoch of the loader shows, sorted.
+
+    Two loaders over one data set are often told apart by their samplers alone, so a sampler must not be passed over.
+    One that merely orders or shuffles shows everything, and what `drop_last` drops is not left out.
+
+    >>> from torch.utils.data import SubsetRandomSampler
+    >>> data = TensorDataset(torch.arange(6), torch.arange(6))
+    >>> shown_by(DataLoader(data, sampler=SubsetRandomSampler([5, 1])), seed=0)
+    [1, 5]
+    """
+    count = len(loader.dataset)  # type: ignore[arg-type]
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else batches.sampler if type(batches) is BatchSampler else batches
+    if isinstance(sampler, (SequentialSampler, RandomSampler)):
+        return list(range(count))
+    # A sampler without an end must not be asked for one.
+    limit = len(sampler) if hasattr(sampler, "__len__") else count
+    with seeded(seed, "shown", 0), _own_generators(loader, seed, 0):
+        chosen = [_places(one) for one in itertools.islice(sampler, limit)]
+    return sorted(itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in chosen))
 
 
 def tensors_of(loader: DataLoader[Any]) -> tuple[Tensor, ...] | None:
@@ -207,6 +242,18 @@ def refuse_iterable(dataset: Any, name: str) -> None:
             f"The {name} loader reads {type(dataset).__name__}, a stream that cannot be asked for its tenth example "
             "twice, and training is replayed step by step. Pass a map-style data set, one with __getitem__ and __len__."
         )
+
+
+def _places(chosen: Any) -> Any:
+    """What a sampler gave, the position of an example or those of a batch, as an int or a list of them."""
+    if isinstance(chosen, (Tensor, np.ndarray)):
+        chosen = chosen.tolist()
+    return list(chosen) if isinstance(chosen, (list, tuple)) else int(chosen)
+
+
+def _count(inputs: Tree) -> int:
+    """How many examples there are: the length of the first tensor that has one."""
+    return next((len(x) for x in trees.tensors(inputs) if x.ndim), 0)
 
 
 def _collated(loader: DataLoader[Any], chosen: Any) -> Any:

@@ -70,7 +70,7 @@ def tune(
             arguments. They are in `bilevel.tuning`.
         train: a `DataLoader` over a map-style data set, such a data set, or a pair of tensors (inputs, targets). The
             latter two are one batch, used whole in every step.
-        val: the same; it is used whole.
+        val: the same; it is used whole, that is, all the examples that a loader's sampler shows.
         val_loss: what should be small in the end; `loss` by default. It has to be given where `loss` takes
             hyperparameters or is a dict, since those could be moved so as to make the loss itself small.
         steps: T, the training steps of a hyperiteration.
