@@ -108,6 +108,16 @@ WRONG = {
         {"hyperparameters": LabelSmoothing(), "loss": lambda o, y: o.mean(), "model": nn.Flatten(0)},
         ["no parameters"],
     ),
+    "one output for yes and no": (
+        {
+            "hyperparameters": LabelSmoothing(),
+            "loss": nn.BCEWithLogitsLoss(),
+            "model": nn.Linear(3, 1),
+            "train": (classes()[0], torch.ones(24, 1)),
+            "val": (classes()[0], torch.ones(24, 1)),
+        },
+        ["of shape [24, 1]", "two for yes and no"],
+    ),
     "no function": ({"hyperparameters": Augmentation(function=0.3)}, ["function=0.3"]),
     "shapes": ({"model": nn.Linear(2, 3)}, ["Shapes"]),
 }

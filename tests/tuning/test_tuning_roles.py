@@ -1,5 +1,6 @@
 """Every role's hypergradient against central differences, and against what torch does with the same setting."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -120,6 +121,42 @@ def test_all_exact_methods_agree_on_everything_at_once(method):
     expected = bl.hypergradient(job.problem, lam, job.task, method=bl.Unrolled(), **settings)
     found = bl.hypergradient(job.problem, lam, job.task, method=method, **settings)
     assert bl.testing.relative_error(found.grad, expected.grad) < 1e-10
+
+
+WEIGHT = torch.tensor([1.0, 5.0, 0.2])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.cross_entropy,
+        nn.CrossEntropyLoss(reduction="sum"),
+        functools.partial(F.cross_entropy, reduction="sum"),
+        nn.CrossEntropyLoss(weight=WEIGHT),
+        nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1, label_smoothing=0.3),
+        functools.partial(F.cross_entropy, weight=WEIGHT),
+        nn.CrossEntropyLoss(ignore_index=2),
+        nn.MultiMarginLoss(),
+    ],
+)
+def test_with_weights_of_one_the_loss_is_the_one_that_was_passed(loss):
+    """Whatever its reduction, its class weights and the labels that it ignores."""
+    one = ExampleWeights(1.0, range=(0.0, 2.0), transform=None)
+    job = prepare(network(), loss, one, classes(), VAL, steps=1)
+    batch = job.task.batch(1)
+    expected = loss(job.network.train(job.network.w, batch.inputs), batch.targets)
+    torch.testing.assert_close(job.problem.inner(job.network.w, job.space.lam, batch), expected)
+
+
+@pytest.mark.parametrize("others", [[], [ExampleWeights(1.0, range=(0.0, 2.0), transform=None)]])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_smoothing_with_class_weights_is_torchs_too(reduction, others):
+    loss = nn.CrossEntropyLoss(weight=WEIGHT, reduction=reduction)
+    job = prepare(network(), loss, [LabelSmoothing(0.2), *others], classes(), VAL, steps=1)
+    batch = job.task.batch(1)
+    output = job.network.train(job.network.w, batch.inputs)
+    expected = F.cross_entropy(output, batch.targets, WEIGHT, label_smoothing=0.2, reduction=reduction)
+    torch.testing.assert_close(job.problem.inner(job.network.w, job.space.lam, batch), expected)
 
 
 def test_smoothed_labels_give_torchs_label_smoothing():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bilevel.errors import BilevelError
 from bilevel.tuning.batches import Batch
@@ -32,6 +33,7 @@ class Criterion:
         self.name, self.per_example = name, per_example
         self.takes_hp = _required(loss) >= 3
         self._loss = _unreduced(loss) if per_example else loss
+        self._reduction, self._average = _reduction(loss), _average(loss)
 
     def __call__(self, output: Any, batch: Batch, targets: Any, hp: Mapping[str, Any]) -> Tensor:
         value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
@@ -46,7 +48,13 @@ class Criterion:
                     f"{self.name} returned shape {list(value.shape)} for {count} examples, but example weights need "
                     "one number per example. Let it return them without .mean() or .sum() (reduction='none')."
                 )
-            return value.reshape(count, -1).mean(1)
+            entries = value.reshape(count, -1)
+            # The mean over the examples is to be the loss as it was passed, when all weights are 1.
+            if self._reduction == "sum":
+                return entries.sum(1) * count
+            return (entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)) * self._share(batch.targets)
+        if targets is not batch.targets:
+            value = value * self._share(batch.targets)
         if value.ndim == 1 and len(value) == count:
             return value.mean()
         if value.ndim != 0:
@@ -55,6 +63,18 @@ class Criterion:
                 "example. Add .mean() or .sum()."
             )
         return value
+
+    def _share(self, labels: Any) -> Any:
+        """How many labels there are over how many count. Where a class has a weight or is ignored, torch's mean is over
+        what counts; asked for one number per example, or given probabilities for labels, torch forgets it."""
+        if self._average is None or self._reduction != "mean":
+            return 1.0
+        weight, ignored = self._average
+        if not isinstance(labels, Tensor) or labels.is_floating_point():
+            return 1.0
+        kept = labels != ignored
+        each = kept if weight is None else weight.to(labels.device)[labels.long().where(kept, 0)] * kept
+        return labels.numel() / each.sum()
 
 
 def criteria(loss: Any, per_example: bool) -> dict[str, Criterion]:
@@ -87,3 +107,27 @@ def _unreduced(loss: Any) -> Callable[..., Any]:
     except (TypeError, ValueError):
         known = False
     return functools.partial(loss, reduction="none") if known else loss
+
+
+def _settings(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """A loss of torch and what it was told, for a module as for a function with some arguments filled in."""
+    told: dict[str, Any] = {}
+    while isinstance(loss, functools.partial):
+        told = {**loss.keywords, **told}
+        loss = loss.func
+    if isinstance(loss, nn.Module):
+        names = ("reduction", "weight", "ignore_index")
+        return loss, {name: getattr(loss, name) for name in names if hasattr(loss, name)}
+    return loss, told
+
+
+def _reduction(loss: Any) -> str:
+    return str(_settings(loss)[1].get("reduction", "mean"))
+
+
+def _average(loss: Any) -> tuple[Tensor | None, int] | None:
+    """The weights of classes and the label to ignore, of a loss that knows them."""
+    kind, told = _settings(loss)
+    if kind not in (F.cross_entropy, F.nll_loss) and not isinstance(kind, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return None
+    return told.get("weight"), told.get("ignore_index", -100)

@@ -37,6 +37,13 @@ class LabelSmoothing(Hyperparameter):
                 f"are {_shape(output)} and the targets {_shape(targets)}. Take {self.name!r} out."
             )
         classes = output.shape[1]
+        if classes < 2 or (targets.is_floating_point() and targets.shape != output.shape):
+            raise BilevelError(
+                f"{type(self).__name__} spreads a part of each label over the classes, but the outputs are "
+                f"{_shape(output)} and the targets {_shape(targets)}, which is not a probability for each class. Write "
+                "the model with one output per class (two for yes and no) and pass labels, or probabilities like the "
+                "outputs."
+            )
         if not targets.is_floating_point():
             targets = torch.nn.functional.one_hot(targets.long(), classes).to(output)
         return (1 - value) * targets + value / classes
