@@ -31,6 +31,12 @@ def frozen():
     return model
 
 
+def uncopyable():
+    model = network()
+    model.kept = model[0](torch.ones(1, 3))
+    return model
+
+
 def ignoring(output, target, hp):
     return F.cross_entropy(output, target)
 
@@ -78,6 +84,9 @@ WRONG = {
     ),
     "no parameters": ({"model": nn.Tanh()}, ["no parameters that require grad"]),
     "frozen": ({"model": frozen()}, ["requires_grad_()"]),
+    "lazy layers": ({"model": nn.LazyLinear(3)}, ["'weight' has no shape yet", "Call the model once"]),
+    "no numbers": ({"model": nn.Linear(3, 3, device="meta")}, ["'weight' is on the meta device", "to_empty"]),
+    "not to be copied": ({"model": uncopyable()}, ["cannot be copied", "parametrizations.weight_norm"]),
     "no module": ({"model": lambda x: x}, ["pass a torch.nn.Module"]),
     "empty validation": ({"val": (torch.zeros(0, 3), torch.zeros(0))}, ["val data has no examples"]),
     "empty validation loader": (

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tuning_examples import Pictures, classes, loader, network
 
 import bilevel as bl
+from bilevel.testing import check_problem
 from bilevel.tuning import (
     ExampleWeights,
     Hyperparameter,
@@ -285,3 +286,38 @@ def test_the_outer_step_is_in_the_unit_of_the_hyperparameter():
     # Adam's first step is as long as its learning rate: a fifth of a tenth of the range, a fifth in the logarithm.
     assert abs(np.diff(found.history["values"]["lr"])[0]) == pytest.approx(0.2 * 0.004, rel=1e-3)
     assert abs(np.diff(np.log(found.history["values"]["weight_decay"]))[0]) == pytest.approx(0.2, rel=1e-3)
+
+
+class Attentive(nn.Module):
+    """Words, attention over them, a class."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(6, 4)
+        self.block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.block(self.words(x)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(6, 4)
+        self.cell = nn.LSTM(4, 3, batch_first=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.cell(self.words(x))[0][:, -1])
+
+
+@pytest.mark.parametrize("kind", [Attentive, Recurrent])
+def test_attention_and_recurrence_are_differentiated_through_training(kind):
+    """Fused kernels of attention have no second derivative; the hypergradient needs one."""
+    torch.manual_seed(0)
+    x = torch.randint(6, (12, 5))
+    job = prepare(kind(), F.cross_entropy, [WeightDecay(0.01), LearningRate(0.2)], (x, x[:, 0] // 3), (x, x[:, 1] // 3),
+                  steps=3)  # fmt: skip
+    report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
+    assert report.differences < 1e-6

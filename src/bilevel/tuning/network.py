@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from bilevel.errors import BilevelError
 from bilevel.tuning.batches import Batch
@@ -26,6 +28,7 @@ class Network:
         if not isinstance(model, nn.Module):
             raise BilevelError(f"model is {type(model).__name__}; pass a torch.nn.Module.")
         self.model = model
+        _refuse_unfinished(model)
         self.w = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         if not self.w:
             raise BilevelError(
@@ -46,7 +49,7 @@ class Network:
         frozen = [
             name for name, module in model.named_modules() if isinstance(module, _NormBase) and name not in self.norms
         ]
-        self._training = copy.deepcopy(model).train()
+        self._training = _copy(model).train()
         for name in frozen:
             self._training.get_submodule(name).eval()
         self._evaluation = self._in_eval_mode()
@@ -82,7 +85,7 @@ class Network:
         return model.eval()
 
     def _in_eval_mode(self) -> nn.Module:
-        model = copy.deepcopy(self.model).eval()
+        model = _copy(self.model).eval()
         for name in self.norms:
             model.get_submodule(name).train()
         return model
@@ -90,4 +93,32 @@ class Network:
 
 def _call(module: nn.Module, w: dict[str, Tensor], inputs: Any) -> Any:
     buffers = {name: value.clone() for name, value in module.named_buffers()}
-    return torch.func.functional_call(module, {**w, **buffers}, (inputs,))
+    # Fused attention can be differentiated once; hypergradients differentiate training steps, which is twice.
+    with sdpa_kernel(SDPBackend.MATH):
+        return torch.func.functional_call(module, {**w, **buffers}, (inputs,))
+
+
+def _refuse_unfinished(model: nn.Module) -> None:
+    """Parameters without numbers cannot be trained."""
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(value):
+            raise BilevelError(
+                f"The model's {name!r} has no shape yet: {type(model).__name__} has lazy layers. Call the model once "
+                "on a batch before tuning it."
+            )
+        if value.is_meta:
+            raise BilevelError(
+                f"The model's {name!r} is on the meta device, which keeps shapes but no numbers. Call "
+                "model.to_empty(device='cpu') and initialise it, or build the model on a real device."
+            )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise BilevelError(
+            f"The model, {type(model).__name__}, cannot be copied ({error}), and tuning works on copies. Old "
+            "torch.nn.utils.weight_norm is one cause: write torch.nn.utils.parametrizations.weight_norm. Others are "
+            "open files, locks, and tensors with a graph kept as attributes."
+        ) from error
