@@ -24,7 +24,7 @@ from bilevel.problem import Problem, Task
 
 NEWTON_STEPS = 50
 # Floating-point operations for one round of Hessians up to which they are built.
-LARGEST = 3e8
+LARGEST = 2e7
 
 # Solves H_k x_k = b_k for all folds, to a relative accuracy.
 Solve: TypeAlias = Callable[[Array, float], Array]
