@@ -22,7 +22,7 @@ from bilevel.errors import BilevelError
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.descent import PLENTY, TETHERS, Descent, Record, choose_tether
 from bilevel.estimators.folds import Array, Folds, split
-from bilevel.estimators.hyperparameters import grouping, is_shared
+from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
 from bilevel.progress import bar
 
 ARGUMENTS = """Args:
@@ -99,14 +99,14 @@ class BilevelEstimator(BaseEstimator):
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
         """The criterion for this data; X is scaled already, y has shape (rows, outputs)."""
 
-    def _box(self, X: Any, y: Array, weight: Array) -> tuple[float, float]:
+    def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
 
-        The largest curvature of the loss that a feature can have is the scale of both.
+        The largest curvature of the loss that a feature can have is the scale of both. At the lower end an exact fit has
+        errors of about (4e-6)² of y's own; of smaller ones rounding would decide.
         """
-        squares = X.multiply(X) if sparse.issparse(X) else X**2
-        scale = float(np.max(weight @ squares)) or 1.0
-        return math.log(1e-6 * scale), math.log(1e6 * scale)
+        scale = float(weight.sum() * variance.max()) or 1.0
+        return math.log(4e-6 * scale), math.log(1e6 * scale)
 
     def _tune(self, X: Any, y: Array, weight: Array, outputs: Array) -> tuple[Array, Array]:
         """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.
@@ -120,13 +120,15 @@ class BilevelEstimator(BaseEstimator):
         shared = is_shared(self.penalty)
         free = not shared and self.tether == "auto" and groups.count > 1
         folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, halve_holdout=free)
-        # One penalty per feature means the same for features in any unit, and is sought in units in which they are
-        # alike. A shared one means what it means in scikit-learn: the same number for the features as given.
-        own = groups.count == X.shape[1] and not shared and self._units_do_not_matter
-        scale = _spread(X, weight) if own else np.ones(X.shape[1])
+        # A penalty of a feature or a group means the same in any unit, and is sought in units in which they are alike.
+        # A shared one means what it means in scikit-learn: the same number for the features as given.
+        X, centre, variance = _centred(X, weight, bool(self.fit_intercept))
+        own = not shared and self._units_do_not_matter
+        scale = _units(variance, groups) if own else np.ones(X.shape[1])
         X = _divided(X, scale)
         criterion = self._criterion(X, outputs, folds)
-        descent = Descent(criterion, groups, self._box(X, outputs, weight), self.max_iter, self.tol)
+        box = self._box(X, outputs, weight, variance / scale**2)
+        descent = Descent(criterion, groups, box, self.max_iter, self.tol)
         with self._progress() as advance:
             lam = self._search(descent, free, 2 * np.log(scale), advance)
         # What is left of rounding after so many steps must not decide: four decimals of a logarithm are plenty.
@@ -137,7 +139,8 @@ class BilevelEstimator(BaseEstimator):
         self.method_ = criterion.method
         self.certificate_ = self._certify(criterion, log_alpha)
         coef, intercept = criterion.refit(log_alpha)
-        return coef / scale[:, None], intercept
+        coef = coef / scale[:, None]
+        return coef, intercept - centre @ coef
 
     def _search(self, descent: Descent, free: bool, log_scale: Array, advance: Callable[..., None]) -> Array:
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
@@ -180,7 +183,8 @@ class BilevelEstimator(BaseEstimator):
         return replace(certificate, search=None)
 
     def _check_settings(self) -> None:
-        if not (self.tether == "auto" if isinstance(self.tether, str) else self.tether >= 0):
+        number = isinstance(self.tether, Real) and self.tether >= 0
+        if not number and not (isinstance(self.tether, str) and self.tether == "auto"):
             raise BilevelError(
                 f"tether={self.tether!r} is not known; pass 'auto' or a number ≥ 0 (inf for one penalty)."
             )
@@ -215,7 +219,11 @@ class BilevelRegressor(BilevelEstimator):
             self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
         )
         y = np.array(y, dtype=np.float64)
-        coef, intercept = self._tune(X, y, self._weights(sample_weight, X), y.reshape(len(y), -1))
+        weight, outputs = self._weights(sample_weight, X), y.reshape(len(y), -1)
+        # Squares of y are added up as those of X are: about the mean, where an intercept makes up for it.
+        middle = weight @ outputs / weight.sum() * bool(self.fit_intercept)
+        coef, intercept = self._tune(X, y, weight, outputs - middle)
+        intercept = intercept + middle
         self.coef_ = coef.T if y.ndim == 2 else coef[:, 0]
         self.intercept_ = intercept if y.ndim == 2 else float(intercept[0])
         return self
@@ -229,16 +237,37 @@ def _no_step(loss: Any, w: Any, state: Any, t: int) -> tuple[Any, Any]:
     return w, state
 
 
-def _spread(X: Any, weight: Array) -> Array:
-    """The standard deviation of every feature; 1 for a constant one."""
+def _centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
+    """X about its means where there is an intercept, the means, and the features' variances about them.
+
+    An intercept makes up for any shift, and sums of squares of numbers far from zero would be lost in rounding: years,
+    or seconds since 1970. A sparse X stays as it is, with means of zero, but its variances are about the true means.
+    Without an intercept, means are zero and variances are mean squares.
+    """
     share = weight / weight.sum()
-    mean = np.asarray(share @ X).reshape(-1)
-    squares = np.asarray(share @ (X.multiply(X) if sparse.issparse(X) else X**2)).reshape(-1)
-    deviation = np.sqrt(np.clip(squares - mean**2, 0, None))
-    return np.where(deviation > 1e-12 * np.sqrt(squares), deviation, 1.0)
+    mean = np.asarray(share @ X).reshape(-1) if intercept else np.zeros(X.shape[1])
+    if sparse.issparse(X):
+        column, owner = X.indices, np.repeat(share, np.diff(X.indptr))
+        away = np.bincount(column, owner * (X.data - mean[column]) ** 2, minlength=X.shape[1])
+        there = np.bincount(column, owner, minlength=X.shape[1])
+        variance, centre = away + np.clip(1 - there, 0, None) * mean**2, np.zeros_like(mean)
+    else:
+        X, centre = (X - mean if intercept else X), mean
+        variance = share @ X**2
+    # What is left of a constant's deviation is rounding.
+    return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
+
+
+def _units(variance: Array, groups: Grouping) -> Array:
+    """The deviation of every feature, the root of the mean variance in a group; 1 where all are constant."""
+    mean = groups.gather(variance) / groups.gather(np.ones_like(variance))
+    return np.sqrt(np.where(mean > 0, mean, 1.0))[groups.of]
 
 
 def _divided(X: Any, scale: Array) -> Any:
-    if (scale == 1).all() and (sparse.issparse(X) or X.flags.writeable):
+    if sparse.issparse(X):
+        return X if (scale == 1).all() else (X @ sparse.diags(1 / scale)).tocsr()
+    # Tensors share memory with arrays that can be written to and run forwards.
+    if (scale == 1).all() and X.flags.writeable and min(X.strides) >= 0:
         return X
-    return (X @ sparse.diags(1 / scale)).tocsr() if sparse.issparse(X) else X / scale
+    return X / scale

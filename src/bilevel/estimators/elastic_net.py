@@ -75,9 +75,9 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
         return ProximalCriterion(X, y, folds, self.fit_intercept, float(self.l1_ratio))
 
-    def _box(self, X: Any, y: Array, weight: Array) -> tuple[float, float]:
+    def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """From next to nothing to just above the penalty that leaves no coefficient."""
-        share = weight / weight.sum()
-        centred = share[:, None] * (y - share @ y)
-        largest = float(np.abs(X.T @ centred).max()) / max(float(self.l1_ratio), 1e-3) or 1.0
+        largest = (
+            float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) / max(float(self.l1_ratio), 1e-3) or 1.0
+        )
         return math.log(1e-5 * largest), math.log(1e2 * largest)

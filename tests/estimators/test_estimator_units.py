@@ -1,0 +1,97 @@
+"""Units and origins of features decide nothing: shifts, scales and constants."""
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.linear_model import Ridge
+
+from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
+
+ALL = [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression]
+ids = {"ids": lambda value: getattr(value, "__name__", str(value))}
+
+
+def table(rows=60, features=5, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, features))
+    return X, X[:, 0] - X[:, 1] + 0.5 * rng.normal(size=rows)
+
+
+def target_of(estimator, y):
+    return (y > 0).astype(int) if estimator is BilevelLogisticRegression else y
+
+
+@pytest.mark.parametrize("estimator", ALL, **ids)
+@pytest.mark.parametrize("penalty", ["shared", "per-feature", "groups"])
+@pytest.mark.parametrize("shift", [1e2, 2.0**20, 2.0**27])
+def test_an_intercept_makes_up_for_any_shift_of_a_feature(estimator, penalty, shift):
+    X, y = table()
+    # In eighths, so that the shift loses nothing of X.
+    X = np.round(X * 8) / 8
+    settings = {"penalty": [0, 0, 1, 1, 2] if penalty == "groups" else penalty, "cv": 3, "tether": 0.5}
+    here = estimator(**settings).fit(X, target_of(estimator, y))
+    there = estimator(**settings).fit(X + shift * np.arange(5), target_of(estimator, y))
+    np.testing.assert_allclose(there.coef_, here.coef_, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(np.log(there.alpha_), np.log(here.alpha_), atol=2e-3)
+    assert np.abs(here.coef_).max() > 0.5
+
+
+@pytest.mark.parametrize("rows", [20, 60])
+def test_a_shift_of_the_target_is_the_intercept(rows):
+    X, y = table(rows, 30)
+    y = np.round(y * 64) / 64
+    here, there = (BilevelRidge(cv=3, tether=0.5).fit(X, y + shift) for shift in (0, 2.0**30))
+    np.testing.assert_allclose(there.coef_, here.coef_, rtol=1e-3, atol=1e-5)
+    assert there.intercept_ - 2.0**30 == pytest.approx(here.intercept_, abs=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ALL, **ids)
+@pytest.mark.parametrize("constant", [0.1, 7.0, 123.456, 1e6 / 3])
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix], ids=["dense", "sparse"])
+def test_a_constant_column_changes_no_other_coefficient(estimator, constant, kind):
+    X, y = table()
+    goal = target_of(estimator, y)
+    without = estimator(cv=3, tether=0).fit(kind(X), goal)
+    beside = estimator(cv=3, tether=0).fit(kind(np.c_[X, np.full(len(X), constant)]), goal)
+    others, flat = np.ravel(beside.coef_)[:5], np.ravel(beside.coef_)[5]
+    np.testing.assert_allclose(others, np.ravel(without.coef_), rtol=0.02, atol=0.02)
+    # It can only stand in for the intercept.
+    assert float(np.ravel(beside.intercept_ + flat * constant)[0]) == pytest.approx(
+        np.ravel(without.intercept_)[0], abs=0.02
+    )
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("kind", [np.asarray, sparse.csr_matrix], ids=["dense", "sparse"])
+@pytest.mark.parametrize("estimator", [BilevelRidge, BilevelLogisticRegression], **ids)
+def test_groups_mean_the_same_in_any_unit(estimator, kind, intercept):
+    X, y = table()
+    groups, unit = np.array([0, 1, 1, 2, 1]), np.array([1e-6, 1.0, 1.0, 1e6, 1.0])
+    settings = {"penalty": groups, "cv": 3, "tether": 0.5, "fit_intercept": intercept}
+    plain = estimator(**settings).fit(kind(X), target_of(estimator, y))
+    scaled = estimator(**settings).fit(kind(X * unit), target_of(estimator, y))
+    np.testing.assert_allclose(scaled.coef_ * unit, plain.coef_, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(scaled.alpha_ / unit**2, plain.alpha_, rtol=2e-3)
+    assert np.abs(plain.coef_).max() > 0.5
+
+
+def test_without_an_intercept_a_feature_far_from_zero_leaves_the_others_alone():
+    X, y = table()
+    X[:, 4] += 1e5
+    model = BilevelRidge(fit_intercept=False, cv=3).fit(X, y)
+    assert model.score(X, y) > 0.9 * Ridge(1.0, fit_intercept=False).fit(X, y).score(X, y)
+
+
+@pytest.mark.parametrize("estimator", ALL, **ids)
+@pytest.mark.parametrize("intercept", [True, False])
+def test_arrays_that_run_backwards_or_cannot_be_written(estimator, intercept):
+    X, y = table()
+    goal = target_of(estimator, y)
+    folds = [(np.arange(60) % 3 != k, np.arange(60) % 3 == k) for k in range(3)]
+    settings = {"cv": folds, "fit_intercept": intercept, "max_iter": 5}
+    usual = estimator("shared", **settings).fit(X, goal)
+    backwards = X[::-1].copy()[::-1]
+    locked = X.copy()
+    locked.setflags(write=False)
+    for other in (backwards, locked, np.asfortranarray(X)):
+        np.testing.assert_allclose(estimator("shared", **settings).fit(other, goal).coef_, usual.coef_, rtol=1e-6)
