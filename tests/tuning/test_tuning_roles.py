@@ -82,7 +82,9 @@ CASES = {
 
 def prepared(case, train=None, model=None, steps=5):
     declared, extra = CASES[case]
-    extra = {"lr": 0.3, **extra}
+    if "dynamics" not in extra and not any(isinstance(one, LearningRate) for one in declared):
+        extra = {"lr": 0.3, **extra}
+    extra = dict(extra)
     loss = extra.pop("loss", F.cross_entropy)
     return prepare(model or network(), loss, declared, train or loader(), VAL, steps=steps, **extra)
 

@@ -26,9 +26,10 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
         tuned: settings by name; each may be a function of t.
         fixed: `lr` and `momentum` where they are not tuned, for an algorithm given by its name.
 
-    >>> algorithm("sgd", {}, {"lr": 0.5}, {"lr": 0.1, "momentum": 0.9})
+    >>> algorithm("sgd", {}, {"lr": 0.5}, {"lr": None, "momentum": 0.9})
     HeavyBall(lr=0.5, momentum=0.9)
     """
+    _refuse_two(given, tuned, {name: x for name, x in fixed.items() if x is not None})
     if isinstance(given, str):
         return _named(given, {**{name: x for name, x in fixed.items() if x is not None}, **tuned})
     if isinstance(given, Dynamics):
@@ -47,6 +48,22 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
         f"dynamics={given!r} is not a dynamics. Pass {_names()}, an instance such as bilevel.Adam(1e-3), or a function "
         "of the hyperparameters' values that returns one."
     )
+
+
+def _refuse_two(given: Any, tuned: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """A number that would be passed over in silence is an error."""
+    for name, value in fixed.items():
+        if name in tuned:
+            role = "Momentum" if name == "momentum" else "LearningRate"
+            raise BilevelError(
+                f"{name}={value!r} was passed, and {name!r} is also declared as a hyperparameter. Leave {name}= out "
+                f"and let the hyperparameter start there, as in {role}({value!r})."
+            )
+        if isinstance(given, Dynamics) or (callable(given) and not isinstance(given, type)):
+            raise BilevelError(
+                f"{name}={value!r} was passed together with dynamics={given!r}, which has settings of its own. Put it "
+                "in there, or give the dynamics by its name."
+            )
 
 
 def _named(name: str, settings: dict[str, Any]) -> Dynamics:

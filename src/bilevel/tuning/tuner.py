@@ -78,7 +78,8 @@ def tune(
         dynamics: "sgd", "adam" or another dynamics by its name in lower case; an instance, whose settings are used
             unless they are declared as hyperparameters; a function of the hyperparameters' values by name; or a
             function `step(loss, w, state, t)`.
-        lr: the learning rate, for a dynamics given by name; 0.1 for SGD and the dynamics' own default otherwise.
+        lr: the learning rate, for a dynamics given by name; 0.1 for SGD and the dynamics' own default otherwise. Where
+            it is tuned, `LearningRate(start)` says it.
         momentum: likewise; 0 for SGD.
         method: how to differentiate; "auto" chooses by the sizes and the memory, and `result.method` says why.
         optimizer: builds the outer optimiser from the leaves of λ; by default Adam with `outer_lr`.
@@ -119,7 +120,7 @@ def tune(
     >>> found.value < found.start_value, sorted(found.values), found.values["lr"].shape, found.outcome.kind
     (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
     """
-    _check_settings(iterations, outer_lr, batches, validation)
+    _check_settings(iterations, outer_lr, batches, validation, patience)
     job = prepare(
         model,
         loss,
@@ -222,11 +223,15 @@ def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optim
     return build
 
 
-def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any) -> None:
+def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any, patience: Any) -> None:
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
         raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, 0.1 say.")
+    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
+        raise BilevelError(
+            f"patience={patience!r} is not a number of hyperiterations to wait; pass an int ≥ 1 or None."
+        )
     if batches not in ("same", "new"):
         raise BilevelError(f"batches={batches!r} is not known; pass 'same' or 'new'.")
     if validation not in ("whole", "minibatch"):
