@@ -102,8 +102,8 @@ class BilevelEstimator(BaseEstimator):
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
 
-        The largest curvature of the loss that a feature can have is the scale of both. At the lower end an exact fit has
-        errors of about (4e-6)² of y's own; of smaller ones rounding would decide.
+        The largest curvature of the loss that a feature can have is the scale of both. At the lower end an exact fit
+        has errors of about (4e-6)² of y's own; of smaller ones rounding would decide.
         """
         scale = float(weight.sum() * variance.max()) or 1.0
         return math.log(4e-6 * scale), math.log(1e6 * scale)
@@ -183,7 +183,7 @@ class BilevelEstimator(BaseEstimator):
         return replace(certificate, search=None)
 
     def _check_settings(self) -> None:
-        number = isinstance(self.tether, Real) and self.tether >= 0
+        number = isinstance(self.tether, Real) and float(self.tether) >= 0
         if not number and not (isinstance(self.tether, str) and self.tether == "auto"):
             raise BilevelError(
                 f"tether={self.tether!r} is not known; pass 'auto' or a number ≥ 0 (inf for one penalty)."
