@@ -217,6 +217,36 @@ def test_a_warm_start_goes_on_where_the_last_fit_ended():
     assert model.history_["value"][-1] <= tuned * 1.001
 
 
+def test_a_warm_start_takes_nothing_over_from_other_features_or_groups():
+    X, y, *_ = noisy(80, 30, 3, noise=0.5)
+    cold = BilevelRidge().fit(X, y)
+    assert cold.tether_ < math.inf
+    for first in ({"penalty": "shared"}, {"penalty": np.arange(30) % 2}, {"penalty": np.zeros(1)}):
+        model = BilevelRidge(warm_start=True, **first)
+        model.fit(X[:, : np.size(first["penalty"])] if len(first["penalty"]) == 1 else X, y)
+        model.set_params(penalty="per-feature").fit(X, y)
+        assert model.tether_ == cold.tether_
+        np.testing.assert_array_equal(model.alpha_, cold.alpha_)
+
+
+def test_a_warm_start_keeps_the_tether_in_the_unit_of_the_new_target():
+    X, y, *_ = noisy(80, 30, 3)
+    model = BilevelRidge(tether=1.0, warm_start=True).fit(X, y)
+    before = model.alpha_
+    model.fit(X, 1e4 * y)
+    np.testing.assert_allclose(np.log(model.alpha_), np.log(before), atol=0.3)
+
+
+def test_a_search_that_finds_no_better_point_does_not_claim_to_have_converged():
+    from types import SimpleNamespace
+
+    from bilevel.estimators.descent import _outcome
+
+    found = _outcome(SimpleNamespace(nit=2, success=False), 100, 1e-5)
+    assert "Converged" not in str(found) and "2 iterations" in str(found)
+    assert "Converged" in str(_outcome(SimpleNamespace(nit=2, success=True), 100, 1e-5))
+
+
 def test_held_out_fractions_and_splitters():
     X, y, *_ = noisy(80, 10, 3)
     for cv in (0.25, 2, KFold(4), None):

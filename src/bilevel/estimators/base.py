@@ -36,7 +36,7 @@ ARGUMENTS = """Args:
         fit_intercept: whether to add an intercept, which is not penalised.
         max_iter: the most iterations of L-BFGS over the penalties.
         tol: stop when an iteration improves the criterion by less than this, relatively.
-        warm_start: begin at the penalties of the last fit, and keep its tether.
+        warm_start: begin at the penalties of the last fit, and keep its tether, if features are grouped as they were.
         random_state: of the shuffle before rows are dealt into folds.
         verbose: show a progress bar.
 """
@@ -146,14 +146,17 @@ class BilevelEstimator(BaseEstimator):
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
         record = Record(lambda value: advance(len(record.rows), value=f"{value:.6g}"))
         groups = descent.grouping
-        again = self.warm_start and np.size(getattr(self, "alpha_", ())) in (1, len(log_scale))
+        last, level = getattr(self, "_last", (None, 0.0))
+        # Penalties of other features or groups say nothing, and neither does the tether that held them.
+        again = bool(self.warm_start) and np.array_equal(last, groups.of)
         if again:
             # Each group begins at the mean of its features' penalties.
             known = np.log(np.broadcast_to(self.alpha_, log_scale.shape)) - log_scale
             start = (groups.gather(known) / groups.gather(np.ones_like(known))).clip(*descent.box)
+            level *= descent.value(start)
         else:
-            start, self._level = descent.shared(record)
-        descent = replace(descent, level=self._level)
+            start, level = descent.shared(record)
+        descent = replace(descent, level=level)
         if is_shared(self.penalty):
             self.tether_ = math.inf
         elif not free:
@@ -164,6 +167,8 @@ class BilevelEstimator(BaseEstimator):
         start = descent.path(start, stages, record)[-1] if stages else start
         lam, self.outcome_ = descent.finish(start, self.tether_, record)
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
+        # The tether's unit relative to what was reached: the next y may be in another unit.
+        self._last = (groups.of, level / max(descent.value(lam), 1e-300))
         return lam
 
     def _chosen_tether(self, descent: Descent, start: Array, report: Callable[[], None]) -> float:

@@ -61,11 +61,15 @@ class Descent:
     tol: float
     level: float = 1.0
 
+    def value(self, lam: Array) -> float:
+        """f at λ."""
+        return self.criterion.evaluate(self.grouping.spread(lam)).value
+
     def shared(self, record: Record) -> tuple[Array, float]:
         """The best λ with all entries equal, and f there: a coarse grid, then descent from its best point."""
         grid = np.linspace(*self.box, 13)[1:-1]
         ones = np.ones(self.grouping.count)
-        values = [self.criterion.evaluate(self.grouping.spread(t * ones)).value for t in grid]
+        values = [self.value(t * ones) for t in grid]
         if not np.isfinite(values).any():
             raise BilevelError(
                 "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "
@@ -179,4 +183,6 @@ def _outcome(result: Any, max_iter: int, tol: float) -> Outcome:
     if result.nit >= max_iter:
         return Outcome("finished", f"Ran all {max_iter} iterations; raise max_iter to go on.")
     count = f"{result.nit} iteration{'s' if result.nit != 1 else ''}"
+    if not result.success:
+        return Outcome("finished", f"Stopped after {count}: no step along the hypergradient improves the criterion.")
     return Outcome("converged", f"Converged after {count}: the criterion improves by less than {tol:g} of itself.")
