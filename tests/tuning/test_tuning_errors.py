@@ -31,6 +31,14 @@ def frozen():
     return model
 
 
+class Mistaken(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+
+    def forward(self, x):
+        return self.second(x)
+
+
 def uncopyable():
     model = network()
     model.kept = model[0](torch.ones(1, 3))
@@ -131,6 +139,7 @@ WRONG = {
         },
         ["of shape [24, 1]", "two for yes and no"],
     ),
+    "a mistake in the model": ({"model": Mistaken()}, ["failed at its first call", "no attribute 'second'"]),
     "no function": ({"hyperparameters": Augmentation(function=0.3)}, ["function=0.3"]),
     "shapes": ({"model": nn.Linear(2, 3)}, ["Shapes"]),
 }

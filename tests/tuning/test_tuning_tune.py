@@ -321,3 +321,27 @@ def test_attention_and_recurrence_are_differentiated_through_training(kind):
                   steps=3)  # fmt: skip
     report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
     assert report.differences < 1e-6
+
+
+class Noisy(nn.Module):
+    """Draws in evaluation too, as a variational autoencoder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(self.norm(x + 0.5 * torch.randn_like(x)))
+
+
+def test_a_model_that_draws_in_evaluation_has_one_validation_loss():
+    torch.manual_seed(0)
+    model, before = Noisy(), torch.get_rng_state()
+    one, two = (bl.tune(model, F.cross_entropy, LearningRate(0.3), loader(), VAL, steps=4, iterations=3) for _ in "12")
+    assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
+    assert one.history["value"].tolist() == two.history["value"].tolist()
+    job = prepare(model, F.cross_entropy, LearningRate(0.3), loader(), VAL, steps=4)
+    assert job.run(one.lam)[1] == one.value
+    report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
+    assert report.differences < 1e-6

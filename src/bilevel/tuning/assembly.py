@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from bilevel.tuning.network import Network
 from bilevel.tuning.randomness import draws, mixed, seeded
 from bilevel.tuning.space import Space
 
+# What is wrong with the user's functions is said by the checks, with the shapes; looking for randomness one only looks.
+_SAID_LATER = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
+
 
 @dataclass
 class Assembly:
@@ -29,6 +32,8 @@ class Assembly:
 
     Attributes:
         random: whether a step draws random numbers (dropout, augmentation), seeded by the batch's seed and t.
+        random_outer: whether the validation loss does (noise inside the model). It has the same ones every time, so
+            that f_T is a function.
     """
 
     network: Network
@@ -38,6 +43,7 @@ class Assembly:
     dynamics_given: Any
     fixed: Mapping[str, Any]
     random: bool = False
+    random_outer: bool = False
 
     def problem(self) -> Problem:
         return Problem(inner=self.inner, outer=self.outer, init=self.init)
@@ -73,6 +79,12 @@ class Assembly:
 
     def outer(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch) -> Tensor:
         """The validation loss."""
+        if not self.random_outer:
+            return self._outer(w, lam, batch)
+        with seeded(batch.seed, "validation", 0, self.network.like.device):
+            return self._outer(w, lam, batch)
+
+    def _outer(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch) -> Tensor:
         values = self.space.values(lam) if self.val_loss.takes_hp else {}
         return self.val_loss(self.network.evaluate(w, batch.inputs), batch, batch.targets, values)
 
@@ -97,12 +109,15 @@ class Assembly:
             settings.update(found)
         return algorithm(self.dynamics_given, values, settings, self.fixed)
 
-    def draws(self, batch: Batch) -> bool:
-        """Whether the training loss draws random numbers."""
-        if any(role.random for role in self.space.declared):
-            return True
-        with torch.no_grad(), contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError, KeyError):
-            # What is wrong with the user's functions is said by the checks, with the shapes; here one only looks.
-            lam = trees.detach(self.space.lam)
-            return draws(lambda: self._inner(self.network.w, lam, batch, None), self.network.like.device)
+    def look_for_randomness(self, train: Batch, val: Batch) -> None:
+        """Note whether the training loss and the validation loss draw random numbers."""
+        w, lam = self.network.w, trees.detach(self.space.lam)
+        self.random = any(role.random for role in self.space.declared) or self._draws(
+            lambda: self._inner(w, lam, train, None)
+        )
+        self.random_outer = self._draws(lambda: self._outer(w, lam, val))
+
+    def _draws(self, loss: Callable[[], Tensor]) -> bool:
+        with torch.no_grad(), contextlib.suppress(*_SAID_LATER):
+            return draws(loss, self.network.like.device)
         return False

@@ -24,6 +24,7 @@ from bilevel.tuning.batches import Batch, Replay, SameBatch, training_data, whol
 from bilevel.tuning.gap import Gap, find_gap
 from bilevel.tuning.losses import Criterion, criteria
 from bilevel.tuning.network import Network
+from bilevel.tuning.randomness import seeded
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.setup import Setup
 from bilevel.tuning.space import Space, declared_in
@@ -92,9 +93,10 @@ class Prepared:
 
     def trained(self, w: dict[str, Tensor]) -> nn.Module:
         """A copy of the model with parameters w, in eval mode, its running averages those of the training batches."""
-        if isinstance(self.data, Batch):
-            return self.network.trained(w, [self.data])
-        return self.network.trained(w, [self.data(t) for t in range(1, self.data.per_epoch + 1)])
+        data = self.data
+        batches = [data] if isinstance(data, Batch) else [data(t) for t in range(1, data.per_epoch + 1)]
+        with seeded(self.seed, "running averages", 0, self.network.like.device):
+            return self.network.trained(w, batches)
 
     def gap(self, lam: dict[str, Tree], w: dict[str, Tensor]) -> Gap:
         """How far the validation loss at w = w_T is from that of a training that goes on to the end."""
@@ -143,7 +145,7 @@ def prepare(
     space = Space.of(declared, Setup(network.w, steps, examples, _names_of(loss)))
     assembly = _assemble(network, loss, val_loss, space, dynamics, lr, momentum)
     _warn_of_unseen_examples(declared, data, steps)
-    assembly.random = assembly.draws(data(1) if isinstance(data, Replay) else data)
+    assembly.look_for_randomness(data(1) if isinstance(data, Replay) else data, everything)
     training = SameBatch(data, seed) if assembly.random and isinstance(data, Batch) else data
     return Prepared(assembly.problem(), Task(training, everything), steps, space, network, seed, assembly, data, train)
 
