@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tuning_examples import Pictures, classes, loader, network
 
 import bilevel as bl
@@ -172,6 +172,23 @@ def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_end
     assert found.certificate.value == pytest.approx(found.value, rel=1e-10)
     limit = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), (x[:20], y[:20]), (x[20:], y[20:]), steps=5000)
     assert abs(limit.run(found.lam)[1] - found.value) <= found.gap.bound
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "says"),
+    [
+        (nn.MSELoss(reduction="sum"), {"shuffle": True}, "reduction='sum'"),
+        (lambda output, target: (output - target).square().sum(), {"shuffle": True}, "reduction='sum'"),
+        (F.mse_loss, {"sampler": WeightedRandomSampler([1.0] * 10 + [3.0] * 10, 20)}, "repeats examples"),
+    ],
+)
+def test_minibatches_of_another_problem_are_not_certified(loss, settings, says):
+    """Against a sum over a batch the penalty weighs four times as much as against that over all: other limits."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 5)
+    train = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5, **settings)
+    found = bl.tune(nn.Linear(5, 1), loss, WeightDecay(5.0), train, (x, x[:, :1]), lr=0.01, steps=30, iterations=1)
+    assert not found.gap.applies and says in str(found.gap)
 
 
 @pytest.mark.parametrize(

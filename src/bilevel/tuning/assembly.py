@@ -58,7 +58,17 @@ class Assembly:
             return self._inner(w, lam, batch, noise)
 
     def _inner(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch, noise: torch.Generator | None) -> Tensor:
-        values, setup = self.space.values(lam), self.space.setup
+        loss, values = self.data_loss(w, lam, batch, noise), self.space.values(lam)
+        for role in self.space.declared:
+            penalty = role.penalty(values[role.name], w, self.space.setup)
+            loss = loss if penalty is None else loss + penalty
+        return loss
+
+    def data_loss(
+        self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch, noise: torch.Generator | None = None
+    ) -> Tensor:
+        """The training loss on a batch without penalties."""
+        values = self.space.values(lam)
         roles = [(one, values[one.name]) for one in self.space.declared]
         inputs, targets = batch.inputs, batch.targets
         for role, value in roles:
@@ -71,11 +81,7 @@ class Assembly:
         loss = next((mixture for mixture in mixtures if mixture is not None), parts[0])
         for role, value in roles:
             loss = role.weigh(value, loss, batch.index)
-        loss = loss.mean()
-        for role, value in roles:
-            penalty = role.penalty(value, w, setup)
-            loss = loss if penalty is None else loss + penalty
-        return loss
+        return loss.mean()
 
     def outer(self, w: dict[str, Tensor], lam: dict[str, Tree], batch: Batch) -> Tensor:
         """The validation loss."""

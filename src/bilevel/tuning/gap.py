@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from bilevel.certificate import Certificate, certify
 from bilevel.errors import BilevelError, Outcome
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
-from bilevel.tuning.batches import Batch
+from bilevel.tuning.batches import Batch, Replay
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,8 @@ def find_gap(
         whole: the whole training set where steps use minibatches; None where they use it anyway.
     """
     if random:
-        return Gap(
-            math.inf,
-            Outcome(
-                "failed",
-                "No bound: the training loss is random (dropout or augmentation), so there is no one inner problem to "
-                "be solved.",
-            ),
+        return _no(
+            "the training loss is random (dropout or augmentation), so there is no one inner problem to be solved."
         )
     try:
         with warnings.catch_warnings(record=True) as noticed:
@@ -73,7 +72,37 @@ def find_gap(
                 found = certify(problem, lam, Task(whole, task.val), dynamics=dynamics, steps=0, start=w)
                 found = dataclasses.replace(found, steps=steps, search=None)
     except BilevelError as error:
-        return Gap(math.inf, Outcome("failed", f"No bound: {error}"))
+        return _no(str(error))
     remarks = " ".join(dict.fromkeys(str(one.message) for one in noticed))
     sentence = Outcome(found.outcome.kind, f"{found.outcome} {remarks}".strip())
     return Gap(found.value_gap, sentence, found)
+
+
+def refuse_other_problem(loss: Callable[[Batch], Tensor], steps: Replay, whole: Batch) -> Gap | None:
+    """A gap that says no where minibatches follow another objective than that of the whole training set.
+
+    With a sum over examples in place of a mean, the whole set weighs N/B times as much against a penalty as a batch of
+    B does; and a sampler that repeats some examples weighs them more.
+
+    Args:
+        loss: the training loss without penalties.
+    """
+    if len(whole.index.unique()) < len(whole.index):
+        return _no("the training loader's sampler repeats examples, so there is no one training set to be solved on.")
+    with torch.no_grad():
+        all_at_once = float(loss(whole))
+        batches = [steps(t) for t in range(1, steps.per_epoch + 1)]
+        shown = sum(len(batch.index) for batch in batches)
+        one_by_one = sum(float(loss(batch)) * len(batch.index) for batch in batches) / shown
+    # A part of an epoch differs from the whole by chance; a whole one with class weights a little, with a sum by much.
+    tolerance = 0.05 if shown >= len(whole.index) else 0.5
+    if abs(one_by_one - all_at_once) > tolerance * abs(all_at_once):
+        return _no(
+            f"the training loss is {all_at_once:.3g} on all examples and {one_by_one:.3g} on its batches, as with "
+            "reduction='sum'. Minibatches then solve another problem than the whole training set. Use a mean."
+        )
+    return None
+
+
+def _no(reason: str) -> Gap:
+    return Gap(math.inf, Outcome("failed", f"No bound: {reason}"))

@@ -21,7 +21,7 @@ from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 from bilevel.tuning.assembly import Assembly
 from bilevel.tuning.batches import Batch, Replay, SameBatch, training_data, whole
-from bilevel.tuning.gap import Gap, find_gap
+from bilevel.tuning.gap import Gap, find_gap, refuse_other_problem
 from bilevel.tuning.losses import Criterion, criteria
 from bilevel.tuning.network import Network
 from bilevel.tuning.randomness import seeded
@@ -103,6 +103,9 @@ class Prepared:
         everything = None
         if isinstance(self.data, Replay) and not self.assembly.random:
             everything = whole(self.train, self.seed, self.network.like, "train")
+            refused = refuse_other_problem(lambda batch: self.assembly.data_loss(w, lam, batch), self.data, everything)
+            if refused is not None:
+                return refused
         return find_gap(self.problem, lam, w, self.task, everything, self.dynamics, self.steps, self.assembly.random)
 
     def _process(self, lam: dict[str, Tree]) -> Process:
