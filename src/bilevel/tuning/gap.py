@@ -87,7 +87,7 @@ def refuse_other_problem(loss: Callable[[Batch], Tensor], steps: Replay, whole: 
     Args:
         loss: the training loss without penalties.
     """
-    if len(whole.index.unique()) < len(whole.index):
+    if len(set(whole.index.tolist())) < len(whole.index):
         return _no("the training loader's sampler repeats examples, so there is no one training set to be solved on.")
     with torch.no_grad():
         all_at_once = float(loss(whole))
