@@ -51,6 +51,16 @@ class TestEncode:
 
 
 class TestOtherThings:
+    @pytest.mark.parametrize("call", [bl.hypergradient, bl.objective, bl.certify, bl.solve])
+    def test_inference_mode(self, call):
+        """Under no_grad the inner steps switch gradients on again; in inference mode nothing can."""
+        problem, task, lam = ridge(), bl.Task(data(), data(4)), torch.zeros(3)
+        settings = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
+        with torch.no_grad():
+            call(problem, lam, task, **settings)
+        with torch.inference_mode(), refused("inference_mode", "no_grad", "inference_mode=False"):
+            call(problem, lam, task, **settings)
+
     def test_a_module_as_lam(self):
         with refused("nn.Module", "functional"):
             ask(lam=torch.nn.Linear(3, 1))

@@ -199,3 +199,8 @@ def test_a_training_that_diverges_on_the_way_returns_the_best_before():
 def test_examples_that_are_never_shown_are_pointed_out():
     with pytest.warns(BilevelWarning, match="16 of 24 examples"):
         bl.tune(network(), F.cross_entropy, ExampleWeights(), loader(), VAL, steps=2, iterations=1)
+
+
+def test_inference_mode_is_named():
+    with torch.inference_mode(), pytest.raises(BilevelError, match=r"torch\.no_grad"):
+        bl.tune(network(), F.cross_entropy, WeightDecay(), loader(), VAL, steps=2, iterations=1)

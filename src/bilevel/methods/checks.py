@@ -24,6 +24,7 @@ from bilevel.trees import Tree
 
 def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Task]:
     """What can be said before anything is run. Returns the tasks as a list."""
+    refuse_inference_mode()
     if not isinstance(problem, Problem):
         raise BilevelError(
             f"The first argument must be a bilevel.Problem(inner, outer, init), but it is {what_is(problem)}."
@@ -43,6 +44,16 @@ def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Tas
     for task in listed:
         check_task(task)
     return listed
+
+
+def refuse_inference_mode() -> None:
+    """Inner steps are gradients, which torch.enable_grad brings back under no_grad but not in inference mode."""
+    if torch.is_inference_mode_enabled():
+        raise BilevelError(
+            "This was called under torch.inference_mode(), where torch records no gradients for anyone, and the inner "
+            "steps need them even if you do not. Write torch.no_grad() instead; in Lightning, "
+            "Trainer(inference_mode=False)."
+        )
 
 
 def check_lam(lam: Tree) -> None:
@@ -101,6 +112,7 @@ def check_process(process: Process, method: Method) -> None:
 
     The verdict is remembered on the problem, so that the calls of a loop are checked once.
     """
+    refuse_inference_mode()
     task = process.bound.task
     check_task(task)
     if process.previous is not None and process.previous.state is None:
