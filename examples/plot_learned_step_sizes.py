@@ -152,6 +152,8 @@ hand_loss, adam_loss, learned_loss = (curve[STEPS // STRIDE] for curve in curves
 # The learned steps are large where the gradient is small, in the first layers, and the momentum there is close to one.
 # No constant for all layers can do that: what the first layer needs makes the last one diverge. Adam, which gives every
 # weight a scale of its own, comes much closer, and draws level when given twice the steps that λ was learned for.
+# Where λ begins matters: from four times the step size found by hand nothing is learned in as many hyperiterations, the
+# loss stays at 0.694 and the constants win.
 # If Adam is good enough for you, it is the simpler choice; if a family of problems has to be solved over and over
 # within a budget of steps, learning the constants for exactly that budget pays.
 
