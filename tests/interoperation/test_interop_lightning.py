@@ -134,7 +134,7 @@ def test_validation_works_without_gradients_and_is_refused_in_inference_mode(tmp
     """Tensors made in inference mode can never be differentiated, and the inner steps need gradients."""
     run = trainer(1, tmp_path, inference_mode=inference)
     if inference:
-        with pytest.raises(bl.BilevelError, match="Trainer.inference_mode=False"):
+        with pytest.raises(bl.BilevelError, match=r"Trainer\(inference_mode=False\)"):
             run.validate(Module(), verbose=False)
     else:
         expected = torch.stack([value({k: v.requires_grad_() for k, v in start().items()}, r) for r in Rows(1000)])
