@@ -61,6 +61,12 @@ def test_a_batch_is_a_function_of_seed_and_step_and_leaves_no_trace(given):
     assert not all(same(a, other(t)) for t, a in enumerate(forward, 1))
 
 
+@pytest.mark.parametrize("seed", [-5, 2**62])
+def test_any_integer_is_a_seed(seed):
+    replay = replayed(loader(generator=torch.Generator()), seed=seed)
+    assert sorted(torch.cat([replay(t).index for t in (1, 2, 3)]).tolist()) == list(range(24))
+
+
 def test_without_shuffling_the_batches_are_the_loaders_own():
     given = loader(count=22, shuffle=False)
     replay = replayed(given)

@@ -127,3 +127,13 @@ def test_patience_ends_a_tuning_that_no_longer_improves():
     )
     assert found.outcome.kind == "stopped early" and len(found.history["value"]) < 60
     assert found.value == found.history["value"].min() and found.plot().axes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_in_half_precision_are_tuned_written_and_not_certified(dtype, tmp_path):
+    model = network().to(dtype)
+    declared = [LearningRate(0.1, per="step"), WeightDecay(per="weight")]
+    found = bl.tune(model, F.cross_entropy, declared, loader(), VAL, steps=3, iterations=2)
+    assert found.model[0].weight.dtype == dtype and found.values["lr"].shape == (3,)
+    assert (found.save(tmp_path) / "values.json").is_file()
+    assert not found.gap.applies and str(dtype) in str(found.gap)

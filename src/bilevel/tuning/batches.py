@@ -274,7 +274,7 @@ def _own_generators(loader: DataLoader[Any], seed: int, epoch: int) -> Iterator[
     with ExitStack() as stack:
         for generator in found.values():
             stack.callback(generator.set_state, generator.get_state())
-            generator.manual_seed(seed * 1_000_003 + epoch)
+            generator.manual_seed((seed * 1_000_003 + epoch) % 2**63)
         yield
 
 

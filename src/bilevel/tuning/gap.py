@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel import trees
 from bilevel.certificate import Certificate, certify
 from bilevel.errors import BilevelError, Outcome
 from bilevel.problem import Problem, Task
@@ -62,6 +63,9 @@ def find_gap(
         return _no(
             "the training loss is random (dropout or augmentation), so there is no one inner problem to be solved."
         )
+    kinds = {x.dtype for x in trees.tensors(w)}
+    if not kinds <= {torch.float32, torch.float64}:
+        return _no(f"certificates need float32 or float64, and the model is {', '.join(map(str, kinds))}.")
     try:
         with warnings.catch_warnings(record=True) as noticed:
             warnings.simplefilter("always")

@@ -79,8 +79,14 @@ class Space:
             elif isinstance(value, Tensor) and value.ndim == 0:
                 found[one.name] = float(value)
             else:
-                found[one.name] = trees.map(lambda x: x.detach().cpu().numpy(), value)
+                found[one.name] = trees.map(as_array, value)
         return found
+
+
+def as_array(x: Tensor) -> Any:
+    """A tensor as a numpy array, which has no bfloat16."""
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def declared_in(hyperparameters: Any) -> list[Hyperparameter]:

@@ -20,7 +20,7 @@ from bilevel.tuning.preparation import Prepared, prepare
 from bilevel.tuning.randomness import mixed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
-from bilevel.tuning.space import Space
+from bilevel.tuning.space import Space, as_array
 
 # Of hyperparameters with more entries than this no history is kept.
 REMEMBERED = 1000
@@ -184,7 +184,7 @@ class _Path:
     def __call__(self, iteration: Iteration) -> None:
         with torch.no_grad():
             values = self._space.values(iteration.lam)
-        self._seen.append({n: trees.to_vector(trees.leaves(values[n])).cpu().numpy().copy() for n in self._names})
+        self._seen.append({n: as_array(trees.to_vector(trees.leaves(values[n]))).copy() for n in self._names})
 
     def arrays(self) -> dict[str, Any]:
         """Arrays of shape (hyperiterations, entries); (hyperiterations,) for single numbers."""
