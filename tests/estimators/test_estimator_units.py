@@ -75,6 +75,22 @@ def test_groups_mean_the_same_in_any_unit(estimator, kind, intercept):
     assert np.abs(plain.coef_).max() > 0.5
 
 
+@pytest.mark.parametrize("estimator", [BilevelRidge, BilevelLogisticRegression], **ids)
+def test_a_shared_penalty_is_found_beside_a_feature_in_a_large_unit(estimator):
+    X, y = table()
+    goal = target_of(estimator, y)
+    plain = estimator("shared", cv=3).fit(X, goal).score(X, goal)
+    assert estimator("shared", cv=3).fit(X * [1, 1, 1, 1, 1e5], goal).score(X * [1, 1, 1, 1, 1e5], goal) > plain - 0.05
+
+
+def test_newtons_method_ends_at_the_minimiser_beside_a_feature_in_a_large_unit():
+    X, y = table()
+    goal = (y > 0).astype(int)
+    model = BilevelLogisticRegression("shared", cv=3).fit(X * [1, 1, 1, 1, 1e8], goal)
+    # The derivative in the intercept.
+    assert model.predict_proba(X * [1, 1, 1, 1, 1e8])[:, 1].sum() == pytest.approx(goal.sum(), rel=1e-6)
+
+
 def test_without_an_intercept_a_feature_far_from_zero_leaves_the_others_alone():
     X, y = table()
     X[:, 4] += 1e5

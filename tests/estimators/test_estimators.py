@@ -188,6 +188,25 @@ def test_three_classes_and_their_names():
     assert model.score(X, names) > 0.95
 
 
+def test_logarithms_of_probabilities_stay_finite():
+    X, y = load_iris(return_X_y=True)
+    for rows in (y < 2, y < 3):
+        model = BilevelLogisticRegression("shared", cv=3).fit(X[rows], y[rows])
+        near, far = model.predict_log_proba(X[rows]), model.predict_log_proba(1e4 * X[rows])
+        np.testing.assert_allclose(near, np.log(model.predict_proba(X[rows])), rtol=1e-9, atol=1e-14)
+        assert np.isfinite(far).all() and far.min() < -1000
+        np.testing.assert_allclose(model.predict_proba(X[rows]).sum(1), 1)
+
+
+def test_a_fold_that_never_saw_a_class_it_is_judged_on_is_refused():
+    X, *_ = noisy(60, 5, 3)
+    halves = [(np.arange(30), np.arange(30, 60)), (np.arange(30, 60), np.arange(30))]
+    with pytest.raises(BilevelError, match="Fold 0 of cv is judged on class 'b' and has no row of it"):
+        BilevelLogisticRegression(cv=halves).fit(X, np.repeat(["a", "b"], 30))
+    with pytest.raises(BilevelError, match="class 2"):
+        BilevelLogisticRegression(cv=halves).fit(X, np.r_[np.arange(30) % 2, np.arange(30) % 3])
+
+
 def test_in_pipelines_cross_validation_and_grids():
     X, y = load_breast_cancer(return_X_y=True)
     pipeline = make_pipeline(StandardScaler(), BilevelLogisticRegression(cv=3, tether=1.0, max_iter=5))

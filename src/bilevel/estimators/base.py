@@ -102,11 +102,14 @@ class BilevelEstimator(BaseEstimator):
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
 
-        The largest curvature of the loss that a feature can have is the scale of both. At the lower end an exact fit
-        has errors of about (4e-6)² of y's own; of smaller ones rounding would decide.
+        The curvature of the loss that a feature can have is the scale of both: the smallest of any feature below, where
+        an exact fit has errors of about (4e-6)² of y's own (rounding would decide of smaller ones), and the largest
+        above.
         """
-        scale = float(weight.sum() * variance.max()) or 1.0
-        return math.log(4e-6 * scale), math.log(1e6 * scale)
+        largest = float(variance.max()) or 1.0
+        smallest = max(float(variance.min(where=variance > 0, initial=largest)), 1e-8 * largest)
+        total = float(weight.sum())
+        return math.log(4e-6 * total * smallest), math.log(1e6 * total * largest)
 
     def _tune(self, X: Any, y: Array, weight: Array, outputs: Array) -> tuple[Array, Array]:
         """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.special import log_softmax, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
@@ -15,7 +16,7 @@ from bilevel.estimators.base import BilevelEstimator
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.linear_problem import LinearProblem, with_ones
-from bilevel.estimators.losses import LogLoss, probabilities
+from bilevel.estimators.losses import LogLoss
 from bilevel.estimators.newton_criterion import NewtonCriterion
 
 
@@ -48,9 +49,8 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
         weight = self._weights(sample_weight, X)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(np.unique(codes[weight > 0])) < 2:
-            raise BilevelError(
-                f"y holds one class only, {self.classes_[codes[weight > 0][0]]!r}; a classifier needs two or more."
-            )
+            single = self.classes_.tolist()[codes[weight > 0][0]]
+            raise BilevelError(f"y holds one class only, {single!r}; a classifier needs two or more.")
         indicators = np.eye(len(self.classes_))[codes]
         outputs = indicators if len(self.classes_) > 2 else indicators[:, 1:]
         coef, intercept = self._tune(X, codes, weight, outputs)
@@ -62,16 +62,33 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
         return scores if len(self.classes_) > 2 else scores[:, 0]
 
     def predict_proba(self, X: Any) -> Array:
-        found = probabilities(self._scores(X))
-        return found if len(self.classes_) > 2 else np.hstack([1 - found, found])
+        return softmax(self._all_scores(X), axis=1)
 
     def predict_log_proba(self, X: Any) -> Array:
-        return np.log(self.predict_proba(X))
+        return log_softmax(self._all_scores(X), axis=1)
+
+    def _all_scores(self, X: Any) -> Array:
+        """One for every class; of two, the first has a score of 0."""
+        scores = self._scores(X)
+        return scores if len(self.classes_) > 2 else np.hstack([0 * scores, scores])
 
     def predict(self, X: Any) -> Array:
         scores = self.decision_function(X)
         return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]
 
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+        if self.fit_intercept:
+            self._check_folds(y, folds)
         table = with_ones(X) if self.fit_intercept else X
         return NewtonCriterion(LinearProblem(table, y, folds, LogLoss(), free=self.fit_intercept))
+
+    def _check_folds(self, y: Array, folds: Folds) -> None:
+        """Refuse folds that are judged on a class which they were not trained on: an intercept, which no penalty holds,
+        makes its probability 0, and their loss infinite."""
+        indicators = y if y.shape[1] > 1 else np.hstack([1 - y, y])
+        trained, judged = folds.train_weights() @ indicators > 0, folds.val_weights() @ indicators > 0
+        for k, c in np.argwhere(judged & ~trained):
+            raise BilevelError(
+                f"Fold {k} of cv is judged on class {self.classes_.tolist()[c]!r} and has no row of it with a positive "
+                "weight to train on. Pass fewer folds or a stratified splitter; every class needs two rows or more."
+            )

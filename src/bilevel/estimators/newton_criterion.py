@@ -145,8 +145,10 @@ class NewtonCriterion(Criterion):
     def _cholesky(self, curvatures: Array, alpha: Array) -> Solve:
         factors = []
         for matrix in self._hessians(curvatures, alpha):
-            # Rows that are classified with certainty have no curvature; rounding must not make it negative.
-            matrix.flat[:: len(matrix) + 1] += 1e-14 * matrix.diagonal().max()
+            # Rows that are classified with certainty have no curvature; rounding must not make it negative. What is
+            # added is small for each coefficient, whatever the units of the others.
+            diagonal = matrix.diagonal()
+            matrix.flat[:: len(matrix) + 1] += 1e-14 * np.where(diagonal > 0, diagonal, diagonal.max())
             factors.append(linalg.cho_factor(matrix, lower=True, overwrite_a=True, check_finite=False))
 
         def solve(right: Array, tol: float) -> Array:
