@@ -44,6 +44,20 @@ def test_a_column_that_cannot_be_a_feature(tmp_path, values, words):
         prepared(path, target="price", drop=("weight", "town"))
 
 
+def test_a_target_with_decimal_commas(tmp_path):
+    path = flats(tmp_path / "flats.csv", price=[f"{i},5" for i in range(80)])
+    with refused("target 'price' holds numbers with a decimal comma", "'0,5' in row 1", "--decimal ','"):
+        prepared(path, **FLATS)
+
+
+@pytest.mark.parametrize("positive", ["training", "test"])
+def test_weights_that_reach_one_side_of_the_split_only(tmp_path, positive):
+    train = prepared(flats(tmp_path / "a.csv"), **FLATS).train
+    path = flats(tmp_path / "b.csv", weight=(train if positive == "training" else ~train).astype(float))
+    with refused("--weights 'weight' is 0 in all", "test row" if positive == "training" else "training row"):
+        prepared(path, **{**FLATS, "drop": (), "weights": "weight"})
+
+
 def test_all_bad_columns_are_named_at_once(tmp_path):
     path = flats(tmp_path / "flats.csv", flat=1, day=column(["2020-01-01", "2020-02-01"]), gap=[None, *range(79)])
     with refused("Some columns", "'town'", "'flat'", "'day'", "'gap'"):

@@ -61,6 +61,18 @@ def test_the_model_is_the_estimators_to_the_last_digits(ridge, logistic):
         assert np.allclose(study.judged.penalty, own.alpha_, rtol=1e-8)
 
 
+def test_the_unit_of_the_weights_decides_nothing(tmp_path):
+    draw = np.random.default_rng(0).uniform(0.5, 2, 80)
+    studies = [
+        tuned(flats(tmp_path / f"{unit}.csv", weight=draw * unit), target="price", weights="weight", one_hot=True)
+        for unit in (1.0, 2.0**-30)
+    ]
+    one, other = ([entry.score.main for entry in study.entries] for study in studies)
+    np.testing.assert_allclose(other, one, rtol=1e-6)
+    np.testing.assert_allclose(studies[1].model.penalty, studies[0].model.penalty, rtol=1e-3)
+    assert any("'weight' are divided by their mean" in note for note in studies[0].notes)
+
+
 def test_the_file_predicts_what_the_model_does_and_holds_no_code(ridge, logistic, tmp_path):
     for study in (ridge, logistic):
         study.model.save(tmp_path / "model.safetensors")
@@ -115,11 +127,12 @@ def test_the_comparison_is_on_the_same_split(ridge, logistic):
     assert logistic.entries[1].score.main == pytest.approx(expected, rel=1e-2)
 
 
-def test_weights_count_rows(place, tmp_path):
+def test_weights_count_rows_in_proportion(place, tmp_path):
     path = flats(tmp_path / "flats.csv")
     study = tuned(path, target="price", one_hot=True, weights="weight", penalty="shared")
     weights = study.prepared.weights
-    assert "weight" not in study.prepared.names and set(weights) == {1, 2, 3}
+    assert "weight" not in study.prepared.names and set((weights / weights.min()).round(9)) == {1, 2, 3}
+    assert weights[study.prepared.train].mean() == pytest.approx(1)
     X, y, rows = standardised(study, slice(None)), study.prepared.y, study.prepared.train
     own = Ridge(study.model.penalty[0]).fit(X[rows], y[rows], weights[rows])
     assert np.allclose(study.judged.coefficients[0], own.coef_, rtol=1e-6)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.values import COMMA, LARGEST, Mask, Values
+from bilevel.tabular.values import LARGEST, Mask, Values, decimal_commas
 from bilevel.tabular.words import counted, dropped, unknown_column
 
 # A category for every third row or less cannot be learned from; it is a name.
@@ -67,7 +67,7 @@ def _problem(name: str, values: Values, categorical: Collection[str], one_hot: b
 
 def _text(name: str, values: Values, distinct: Sequence[str], drop: str) -> str:
     held = values.first(~values.missing)
-    if all(COMMA.match(str(value)) for value in values.raw[~values.missing][:200]):
+    if decimal_commas(values):
         return f"Column {name!r} holds numbers with a decimal comma ({held}). Write --decimal ','."
     if problem := _too_many(name, values, distinct, drop):
         return problem

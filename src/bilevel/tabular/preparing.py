@@ -29,7 +29,7 @@ class Prepared:
         columns: how columns become features.
         features: rows × features, as in the table.
         y: numbers, or places of classes.
-        weights: of the rows, if any.
+        weights: of the rows, if any; 1 on average over the training rows.
         rows: the numbers of the rows in the file, from 1.
         train: the rows that fits may see.
         mean, scale: of the features over the training rows.
@@ -90,6 +90,9 @@ def prepare(table: Table, settings: TuneSettings) -> Prepared:
         weights = given.numbers[keep]
     y = target.encode(goal)[keep]
     train = _split(table, settings, target, y)
+    if weights is not None:
+        weights = _in_rows(str(settings.weights), weights, train)
+        notes.append(f"The weights {settings.weights!r} are divided by their mean over the training rows.")
     in_training = np.zeros(len(keep), dtype=bool)
     in_training[np.flatnonzero(keep)[train]] = True
     fill = settings.missing == "median"
@@ -191,6 +194,18 @@ def _split(table: Table, settings: TuneSettings, target: Target, y: NDArray[Any]
             f"The target {target.name!r} is constant over the training rows; bring more rows or another --seed."
         )
     return train
+
+
+def _in_rows(name: str, weights: Floats, train: Mask) -> Floats:
+    """The weights with a mean of 1 over the training rows: in another unit they would move every penalty, and the best
+    one out of the range that the grids of scikit-learn's models search."""
+    for rows, what in ((train, "training"), (~train, "test")):
+        if not weights[rows].sum() > 0:
+            raise BilevelError(
+                f"--weights {name!r} is 0 in all {counted(int(rows.sum()), f'{what} row')}; bring more rows with a "
+                "positive weight, or write another --seed."
+            )
+    return weights / weights[train].mean()
 
 
 def _check_classes(settings: TuneSettings, target: Target, y: NDArray[Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.values import LARGEST, Values
+from bilevel.tabular.values import LARGEST, Values, decimal_commas
 from bilevel.tabular.words import counted, listed
 
 Model = Literal["ridge", "elastic-net", "logistic"]
@@ -61,6 +61,11 @@ def read_target(name: str, values: Values, model: Model) -> Target:
         what = "dates" if values.holds == "date" else "neither numbers nor text"
         raise BilevelError(
             f"The target {name!r} holds {what} ({values.first(~values.missing)}); a number or a class is needed."
+        )
+    if values.holds == "text" and decimal_commas(values):
+        raise BilevelError(
+            f"The target {name!r} holds numbers with a decimal comma ({values.first(~values.missing)}). "
+            "Write --decimal ','."
         )
     if values.holds == "mixed":
         raise BilevelError(

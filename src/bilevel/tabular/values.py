@@ -68,6 +68,15 @@ class Values:
         return np.isnan(self.numbers) & ~self.missing
 
 
+def decimal_commas(values: Values) -> bool:
+    """Whether text looks like numbers with a decimal comma.
+
+    >>> decimal_commas(look(["1,5", "2,25"])), decimal_commas(look(["1,5", "a"]))
+    (True, False)
+    """
+    return all(COMMA.match(str(value)) for value in values.raw[~values.missing][:200])
+
+
 def look(column: Any) -> Values:
     """What a column of a table, or a list, holds.
 
