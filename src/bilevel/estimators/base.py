@@ -46,11 +46,12 @@ ATTRIBUTES = """Attributes:
         tether_: the strength that was used.
         coef_: coefficients, trained on all rows with these penalties.
         intercept_: the intercept that belongs to them.
-        history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion.
+        history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion with its
+            hypergradient, of the search on all folds; the nested ones that choose the tether are not in it.
         method_: a sentence that says how hypergradients were computed, and why so.
         outcome_: a sentence that says how the search ended.
         certificate_: how far the folds' weights and the criterion are from those of the exact inner solution.
-        n_iter_: evaluations of the criterion with its hypergradient.
+        n_iter_: how many evaluations history_ has.
 """
 
 
@@ -151,7 +152,7 @@ class BilevelEstimator(BaseEstimator):
         groups = descent.grouping
         last, level = getattr(self, "_last", (None, 0.0))
         # Penalties of other features or groups say nothing, and neither does the tether that held them.
-        again = bool(self.warm_start) and np.array_equal(last, groups.of)
+        again = bool(self.warm_start) and last is not None and np.array_equal(last, groups.of)
         if again:
             # Each group begins at the mean of its features' penalties.
             known = np.log(np.broadcast_to(self.alpha_, log_scale.shape)) - log_scale
@@ -222,7 +223,7 @@ class BilevelRegressor(BilevelEstimator):
         return tags
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties, then train on all rows with them."""
+        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows."""
         X, y = validate_data(
             self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
         )

@@ -152,7 +152,8 @@ def choose_tether(descent: Descent, start: Array, report: Callable[[], None]) ->
     """The tether with the least error in nested cross-validation.
 
     For each fold k, λ is tuned on the other folds with fold k's rows taken out, for every tether; fold k, trained with
-    that λ, then judges it. What is judged was therefore never seen by what it judges.
+    that λ, then judges it. What is judged never saw what judges it, but for the point where all searches begin: the
+    shared penalty, which was found on all folds and is tuned again first.
     """
     criterion, errors = descent.criterion, np.full((descent.criterion.folds.count, len(TETHERS)), np.nan)
     for k in range(criterion.folds.count):

@@ -43,7 +43,7 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
     _classes = True
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties, then train on all rows with them."""
+        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows."""
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         weight = self._weights(sample_weight, X)
