@@ -131,7 +131,7 @@ random_error, first_order_error, reverse_error = (
 )
 
 # %%
-# A random start learns nothing in ten steps of this size, and training on all waves helps little. A start that was
+# A random start learns nothing in ten steps of this size; training on all waves halves the error. A start that was
 # learned through the steps is adapted in five, and goes on improving after the five that it was made for. The
 # first-order gradient costs less per hyperiteration and gets most of the way; the term that it drops is worth a factor
 # of two here.
