@@ -123,6 +123,13 @@ def test_patience_returns_the_best():
     assert len(sol.history["value"]) < 60
 
 
+def test_the_last_update_can_be_the_best():
+    def one(**settings):
+        return run(iterations=1, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), **settings)
+
+    assert one(patience=5).value == one().value < one().history["value"][0]
+
+
 def test_callbacks_can_stop():
     seen = []
     sol = run(callbacks=[lambda it: seen.append(it.k), lambda it: it.k == 3])

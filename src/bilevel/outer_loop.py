@@ -157,7 +157,7 @@ def solve(
                 _update(torch_optimizer, torch_scheduler, point, loop, result)
             else:
                 if start != "online":
-                    record.keep_last(loop.evaluate(point.tree(), None), point)
+                    record.keep(loop.evaluate(point.tree(), None), point, iterations)
     except KeyboardInterrupt:
         outcome = Outcome(
             "interrupted",
@@ -302,12 +302,13 @@ class _Record:
         self.values.append(float(result.value))
         self.norms.append(gradient_norm)
         self.seconds.append(time.perf_counter() - self.began)
-        self.keep_last(result, point)
-        if self.values[-1] < self.best_value:
-            self.best_value, self.best_k, self.best = self.values[-1], k, self.last
+        self.keep(result, point, k)
 
-    def keep_last(self, result: Hypergradient, point: _Point) -> None:
+    def keep(self, result: Hypergradient, point: _Point, k: int) -> None:
+        """λ at hyperiteration k is the last one now, and perhaps the best."""
         self.last = (point.copy(), result)
+        if float(result.value) < self.best_value:
+            self.best_value, self.best_k, self.best = float(result.value), k, self.last
 
     def solution(self, point: _Point, outcome: Outcome, best: bool) -> Solution:
         kept = self.best if best and self.best is not None else self.last
