@@ -20,12 +20,12 @@ from bilevel.models.batch_norm import MEANING
 from bilevel.progress import bar
 from bilevel.report import pictures
 from bilevel.report.curves import Curves, curves, figures
+from bilevel.report.inlining import TEMPLATES, inlined
 from bilevel.report.models import Model, Reader, verdict
 from bilevel.report.read import Found, FoundResult, FoundRun, gather
 from bilevel.report.words import labels, minutes, number, setting, slug, task
 from bilevel.training.files import write_bytes
 
-TEMPLATES = Path(__file__).parent / "templates"
 KNOWN = ("accuracy", "interval")  # of a card's score on meta-test
 HELP = {f.name: f.metadata["help"] for f in fields(Settings)}
 NUMBER = re.compile(r"^[≤≥<>~]?\s*[+−-]?\d[\d.,]*(e[+-]?\d+)?\s*%?(\s*(±|\[|\().*)?$")
@@ -134,8 +134,8 @@ def render(found: Found, models: Sequence[Model | None], title: str) -> str:
         title=title,
         version=bilevel.__version__,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
-        script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
+        style=inlined("style.css"),
+        script=inlined("theme.js", "page.js"),
         # Only where there is something to draw: it is by far the largest part of the page.
         plotly=Markup(offline.get_plotlyjs()) if shown else "",
         results=[_result(result, ids[result.file]) for result in found.results],

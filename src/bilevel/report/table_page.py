@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import bilevel
-from bilevel.report.page import TEMPLATES
+from bilevel.report.inlining import TEMPLATES, inlined
 from bilevel.report.words import number, setting
 
 CURVE = 400  # points of the validation history
@@ -42,8 +42,8 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
         words={"r2": "R²", "rmse": "RMSE", "accuracy": "accuracy", "log_loss": "log loss"},
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         version=bilevel.__version__,
-        style=Markup(_text("style.css") + _text("table.css")),
-        script=Markup(_text("table.js")),
+        style=inlined("style.css", "table.css"),
+        script=inlined("theme.js", "table.js"),
         plotly=Markup(offline.get_plotlyjs()),
         content=_content(record, points, measures[1]),
     )
@@ -65,10 +65,6 @@ def fixed(value: Any) -> str:
     ('-0.0001', '–')
     """
     return f"{value:.4f}" if isinstance(value, (int, float)) and value == value else "–"
-
-
-def _text(name: str) -> str:
-    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:

@@ -6,29 +6,7 @@
   const say = (text) => { $("said").textContent = text; };
   root.classList.add("js");
 
-  // ------------------------------------------------------------------ light and dark
-  const prefers = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  try { chosen = localStorage.getItem("bilevel-theme"); } catch { /* a file may have no storage */ }
-  const dark = () => root.dataset.theme === "dark";
-  function paint() {
-    root.dataset.theme = chosen || (prefers.matches ? "dark" : "light");
-    $("theme").setAttribute("aria-pressed", String(dark()));
-    $("theme-word").textContent = dark() ? "Light" : "Dark";
-    $("theme").setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
-    recolour();
-  }
-  $("theme").addEventListener("click", () => {
-    // Back at the system's choice, the page follows it again.
-    const next = dark() ? "light" : "dark";
-    chosen = next === (prefers.matches ? "dark" : "light") ? null : next;
-    try {
-      if (chosen) localStorage.setItem("bilevel-theme", chosen);
-      else localStorage.removeItem("bilevel-theme");
-    } catch { /* then it lasts as long as the page */ }
-    paint();
-  });
-  prefers.addEventListener("change", paint);
+  const paint = followTheme(() => recolour());
 
   // ------------------------------------------------------------------ tabs and addresses
   const tabs = all("[role=tab]");

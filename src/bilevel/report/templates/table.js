@@ -10,28 +10,7 @@
   const short = (text, most) => safe(text.length > most ? `${text.slice(0, most - 1)}…` : text);
   root.classList.add("js");
 
-  // ------------------------------------------------------------------ light and dark
-  const prefers = matchMedia("(prefers-color-scheme: dark)");
-  let chosen = null;
-  try { chosen = localStorage.getItem("bilevel-theme"); } catch { /* a file may have no storage */ }
-  const dark = () => root.dataset.theme === "dark";
-  function paint() {
-    root.dataset.theme = chosen || (prefers.matches ? "dark" : "light");
-    $("theme").setAttribute("aria-pressed", String(dark()));
-    $("theme-word").textContent = dark() ? "Light" : "Dark";
-    $("theme").setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
-    draw();
-  }
-  $("theme").addEventListener("click", () => {
-    const next = dark() ? "light" : "dark";
-    chosen = next === (prefers.matches ? "dark" : "light") ? null : next;
-    try {
-      if (chosen) localStorage.setItem("bilevel-theme", chosen);
-      else localStorage.removeItem("bilevel-theme");
-    } catch { /* then it lasts as long as the page */ }
-    paint();
-  });
-  prefers.addEventListener("change", paint);
+  const paint = followTheme(() => draw());
 
   // ------------------------------------------------------------------ charts
   const options = { displaylogo: false, responsive: true, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
