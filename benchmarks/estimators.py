@@ -234,7 +234,7 @@ def picture(entries: list[dict[str, object]], path: Path) -> None:
             axes.plot(ratio, place, "o", color=colours[family])
             axes.plot([1, ratio], [place, place], color=colours[family], linewidth=1)
         axes.axvline(1, color="#888888", linewidth=1)
-        axes.set_xscale("log")
+        axes.set_xscale("log" if key == "seconds" else "linear")
         axes.set_title(f"{title}, one penalty per feature / scikit-learn's CV", fontsize=9)
     left.set_yticks(range(len(rows)), [f"{family}: {table}" for family, table in reversed(rows)], fontsize=7)
     figure.savefig(path, dpi=120)
