@@ -20,7 +20,7 @@ from typing_extensions import Self
 from bilevel.certificate import Certificate, certify
 from bilevel.errors import BilevelError
 from bilevel.estimators.criterion import Criterion
-from bilevel.estimators.descent import PLENTY, TETHERS, Descent, Record, choose_tether
+from bilevel.estimators.descent import PLENTY, TETHERS, UNCHOSEN, Descent, Record, choose_tether
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
 from bilevel.progress import bar
@@ -177,7 +177,7 @@ class BilevelEstimator(BaseEstimator):
 
     def _chosen_tether(self, descent: Descent, start: Array, report: Callable[[], None]) -> float:
         if descent.criterion.folds.total >= PLENTY * descent.grouping.count:
-            return TETHERS[-1]
+            return UNCHOSEN
         return choose_tether(descent, start, report)
 
     def _progress(self) -> Any:

@@ -18,9 +18,9 @@ from bilevel.estimators.hyperparameters import Grouping, tether
 
 # From one penalty for all (∞) to penalties that hardly hold each other.
 TETHERS = (math.inf, 3.0, 1.0, 0.5, 0.25, 0.1)
-# Where two folds leave nothing to train on once a third part is set aside.
+# What is taken where nothing is chosen: with this many rows for every penalty it hardly matters, and two folds leave
+# nothing to train on once a third part is set aside.
 UNCHOSEN = 1.0
-# With this many rows for every penalty the tether hardly matters, and is not worth choosing.
 PLENTY = 50
 
 
