@@ -46,10 +46,11 @@ def test_values_have_the_shape_people_expect(found):
 
 
 def test_the_history_follows_every_hyperiteration(found):
-    assert len(found.history["value"]) == 12 and found.value == found.history["value"].min()
+    # It was still falling, so the λ after the last update is the one to keep.
+    assert len(found.history["value"]) == 12 and found.value < found.history["value"].min()
     assert found.history["values"]["lr"].shape == (12, 6) and found.history["values"]["momentum"].shape == (12,)
-    best = int(found.history["value"].argmin())
-    assert found.history["values"]["momentum"][best] == found.values["momentum"]
+    momentum = found.history["values"]["momentum"]
+    assert momentum[0] == found.before["momentum"] and momentum[-1] != found.values["momentum"]
 
 
 def test_the_table_says_start_tuned_range_and_bounds(found):

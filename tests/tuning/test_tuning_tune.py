@@ -68,7 +68,7 @@ def test_thousands_of_hyperparameters_improve_a_real_problem():
     found = bl.tune(model, F.cross_entropy, declared, train, (x[300:900], y[300:900]), steps=30, iterations=15)
     assert sum(count for _, count in found.space.at_bounds(found.lam).values()) > 2000
     assert found.value < 0.5 * found.start_value
-    assert found.value == found.history["value"].min()
+    assert found.value <= found.history["value"].min()
     test = F.cross_entropy(found.model(x[900:]), y[900:]).item()
     before = bl.tune(model, F.cross_entropy, declared, train, (x[900:], y[900:]), steps=30, iterations=0).value
     assert test < 0.6 * before
