@@ -20,10 +20,10 @@ from bilevel.models.batch_norm import MEANING
 from bilevel.progress import bar
 from bilevel.report import pictures
 from bilevel.report.curves import Curves, curves, figures
-from bilevel.report.inlining import TEMPLATES, inlined
 from bilevel.report.models import Model, Reader, verdict
 from bilevel.report.read import Found, FoundResult, FoundRun, gather
-from bilevel.report.words import labels, minutes, number, setting, slug, task
+from bilevel.report.templating import inlined, template
+from bilevel.report.words import labels, minutes, slug, task
 from bilevel.training.files import write_bytes
 
 KNOWN = ("accuracy", "interval")  # of a card's score on meta-test
@@ -101,24 +101,9 @@ def _models(found: Found, reader: Reader, progress: bool | None) -> list[Model |
 
 def render(found: Found, models: Sequence[Model | None], title: str) -> str:
     """The page as text."""
-    import jinja2
     from markupsafe import Markup
 
     offline: Any = import_module("plotly.offline")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": number,
-        "setting": setting,
-        "percent": lambda x: f"{100 * x:.1f}\N{NO-BREAK SPACE}%",
-        "percent2": lambda x: f"{100 * x:.2f}\N{NO-BREAK SPACE}%",
-        "minutes": minutes,
-    }
     names = labels([run.spec for run in found.runs], [run.owner is not None for run in found.runs])
     drawn = [curves(run) for run in found.runs]
     ids = _ids(found.results)
@@ -129,7 +114,12 @@ def render(found: Found, models: Sequence[Model | None], title: str) -> str:
     charts = figures([(names[i], drawn[i]) for i in shown])
     for order, i in enumerate(shown):
         runs[i]["trace"] = order
-    page = environment.get_template("page.html.j2")
+    page = template(
+        "page.html.j2",
+        percent=lambda x: f"{100 * x:.1f}\N{NO-BREAK SPACE}%",
+        percent2=lambda x: f"{100 * x:.2f}\N{NO-BREAK SPACE}%",
+        minutes=minutes,
+    )
     return page.render(
         title=title,
         version=bilevel.__version__,

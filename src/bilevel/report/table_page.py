@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import bilevel
-from bilevel.report.inlining import TEMPLATES, inlined
-from bilevel.report.words import number, setting
+from bilevel.report.templating import inlined, template
 
 CURVE = 400  # points of the validation history
 
@@ -22,20 +21,11 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
         record: the content of result.json.
         points: the test rows, as `bilevel.tabular.record.test_points` gives them.
     """
-    import jinja2
     from markupsafe import Markup
 
     offline: Any = import_module("plotly.offline")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": number, "setting": setting, "four": four, "fixed": fixed}
     measures = ("accuracy", "log_loss") if record["classes"] else ("r2", "rmse")
-    page = environment.get_template("table.html.j2")
+    page = template("table.html.j2", four=four, fixed=fixed)
     return page.render(
         record=record,
         measures=measures,
