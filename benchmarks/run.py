@@ -1,8 +1,8 @@
-"""The benchmark: `python benchmarks/run.py [--quick] [--out FOLDER] [--only SECTION]`.
+"""The benchmark: `python benchmarks/run.py [--quick] [--only SECTION] [--out FOLDER] [--show]`.
 
-Times every way to the hypergradient that the package has, and its peers, on the same problems; measures memory; holds
-both against the targets. Each peer gets a virtual environment of its own in `.bench/`. A new contestant is a new file
-in `contestants/`.
+Times every way to the hypergradient that the package has, and its peers, on the same problems; measures memory and
+start-up; holds all of it against the targets. Each peer gets a virtual environment of its own in `.bench/`. A new
+contestant is a new file in `contestants/`, a new section a new file in `sections/`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from harness import contestants
+from harness import contestants, report, section
 from harness.environments import FOLDER
-from harness.pictures import draw
-from harness.report import show, write_markdown
+from harness.pool import Pool
 from harness.results import Results
-from harness.sections import FULL, QUICK, SECTIONS, Pool
+from harness.section import Bench, Section
 
 
-def arguments() -> argparse.Namespace:
+def arguments(sections: dict[str, Section]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="about a minute: fewer rounds, smaller T; writes to .bench/quick unless --out says otherwise",
+        help="a few minutes: fewer rounds, smaller T; writes to .bench/quick unless --out says otherwise",
     )
     parser.add_argument(
         "--out", type=Path, help="folder for results.json, RESULTS.md and the pictures (default: benchmarks/results)"
@@ -35,23 +34,35 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=list(SECTIONS),
+        choices=list(sections),
         help="measure this section only; the others keep their earlier figures",
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="measure nothing: make the tables and pictures again from earlier figures"
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    options = arguments()
+    sections = section.find()
+    options = arguments(sections)
     console = Console()
     if not console.is_terminal:
         console.width = 140
     # A quick run must not overwrite the figures of a full one.
     folder = options.out or (FOLDER / "quick" if options.quick else Path(__file__).parent / "results")
     results = Results(folder)
-    pool = Pool(contestants.find(), options.quick)
+    if not options.show:
+        measure(results, [sections[name] for name in options.only or sections], options.quick, console)
+    report.write(results, sections)
+    report.show(results, sections, console)
+    console.print(f"Written to {folder}: results.json, RESULTS.md and the pictures.")
+
+
+def measure(results: Results, sections: list[Section], quick: bool, console: Console) -> None:
+    pool = Pool(contestants.find(), quick)
     columns = (
-        TextColumn("{task.fields[section]:>8}"),
+        TextColumn("{task.fields[section]:>10}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -59,23 +70,17 @@ def main() -> None:
     )
     try:
         with tempfile.TemporaryDirectory() as cases, Progress(*columns, console=console) as progress:
-            for name in options.only or SECTIONS:
-                bar = progress.add_task("", section=name, total=1.0)
+            for chosen in sections:
+                bar = progress.add_task("", section=chosen.name, total=1.0)
 
                 def tick(what: str, amount: float, bar: TaskID = bar) -> None:
                     progress.update(bar, description=what, advance=amount)
 
-                results.put(
-                    name, SECTIONS[name](pool, QUICK if options.quick else FULL, Path(cases), tick), options.quick
-                )
+                results.put(chosen.name, chosen.measure(Bench(pool, quick, Path(cases), tick)), quick)
                 progress.update(bar, description="done", completed=1.0)
                 results.save()
     finally:
         pool.close()
-    draw(results)
-    write_markdown(results)
-    show(results, console)
-    console.print(f"Written to {folder}: results.json, RESULTS.md and the pictures.")
 
 
 if __name__ == "__main__":

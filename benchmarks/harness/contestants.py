@@ -22,8 +22,8 @@ class Contestant:
     """What a contestant's file says about itself.
 
     `group` decides which targets it enters: "bilevel", "torch peer", "by hand", "jax" or "floor" (what a hypergradient
-    is held against); `kinds` are the problems it takes part in, None for all but the hyper-representation; with
-    `slow_start` (compilation takes a minute) it is left out of quick runs.
+    is held against); `kinds` are the problems it takes part in; with `slow_start` (compilation takes a minute) it is
+    left out of quick runs.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Contestant:
     group: str
     environment: str | None = None
     requirements: tuple[str, ...] = ()
-    kinds: tuple[str, ...] | None = None
+    kinds: tuple[str, ...] = ("ridge", "network")
     slow_start: bool = False
 
     @staticmethod
@@ -44,13 +44,8 @@ class Contestant:
                 constants[node.targets[0].id.lower()] = ast.literal_eval(node.value)
         return Contestant(path.stem, path, **constants)
 
-    @property
-    def enters_most(self) -> bool:
-        """Whether it takes part in more than the hyper-representation."""
-        return self.kinds != ("hyper",)
-
     def enters(self, case: Case) -> bool:
-        return case.kind != "hyper" if self.kinds is None else case.kind in self.kinds
+        return case.kind in self.kinds
 
 
 def find() -> list[Contestant]:

@@ -1,69 +1,50 @@
-"""Peak memory against T, each figure from a process of its own."""
+"""How much memory a call needs, as the operating system sees it. For probes: each figure wants a fresh process."""
 
 from __future__ import annotations
 
-import json
-import subprocess
+import gc
+import resource
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
-
-from harness.cases import network
-from harness.contestants import BENCHMARKS, WorkerError
-from harness.environments import single_threaded
-from harness.timing import TOLERANCE, Disagreement, distance
-
-METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Forward", "Reversible")
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a method needed at one T: `rss` as the operating system saw it (the smallest of `runs`), `stats` as
-    the method counted its own."""
+def growth(warm_up: Callable[[], object], run: Callable[[], Result]) -> tuple[int, float, Result]:
+    """The peak of the resident memory during `run` above what is resident after `warm_up`, in bytes; the seconds of
+    `run`, and its result.
 
-    method: str
-    steps: int
-    rss: int
-    stats: int
-    seconds: float
-    runs: list[int]
-
-
-def measure_memory(
-    times: Sequence[int], repeats: int, folder: Path, tick: Callable[[str, float], None]
-) -> list[Memory]:
-    """Every method at every T, on the network with one hyperparameter for each layer, so that Forward can take part."""
-    found = []
-    for steps in times:
-        path = network(steps, per_weight=False).save(folder)
-        gradients: dict[str, np.ndarray] = {}
-        for method in METHODS:
-            answers = [_probe(path, method) for _ in range(repeats)]
-            runs = [answer["rss"] for answer in answers]
-            found.append(
-                Memory(
-                    method, steps, min(runs), answers[0]["stats"], min(answer["seconds"] for answer in answers), runs
-                )
-            )
-            gradients[method] = np.array(answers[0]["gradient"])
-            error = distance(gradients[method], gradients[METHODS[0]])
-            if not error <= TOLERANCE:
-                raise Disagreement(
-                    f"{method} and {METHODS[0]} differ by {error:.2g} (relative) on the network at T = {steps}, "
-                    f"allowed {TOLERANCE:g}."
-                )
-            tick(f"memory: {method}, T = {steps}", 1 / (len(times) * len(METHODS)))
-    return found
+    The warm-up should do everything that `run` does, in small, so that the interpreter, torch, the data and a single
+    step's workspace do not count.
+    """
+    warm_up()
+    gc.collect()
+    before = _resident("VmRSS")
+    _forget_peak()
+    began = time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - began
+    return max(_resident("VmHWM") - before, 0), seconds, result
 
 
-def _probe(path: Path, method: str) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / "memory_probe.py"), str(path), method]
-    done = subprocess.run(command, capture_output=True, text=True, env=single_threaded())
-    if done.returncode:
-        raise WorkerError(f"Measuring the memory of {method} failed:\n{done.stderr[-3000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+def _resident(field: str) -> int:
+    """VmRSS (now) or VmHWM (its peak) in bytes; where there is no /proc, the peak since the process began for both."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _forget_peak() -> None:
+    """Let the kernel's peak start again from the present, so that importing torch is not in it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        print("the peak includes what was resident before the run", file=sys.stderr)

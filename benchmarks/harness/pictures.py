@@ -1,6 +1,10 @@
-"""The pictures."""
+"""The pictures that several sections draw, and what all of them look like."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import matplotlib
 
@@ -9,15 +13,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 
-from harness.report import milliseconds
-from harness.results import Results, baseline
-from harness.targets import size_of
+from harness.figures import baseline, size_of
+from harness.tables import milliseconds
 from harness.timing import Ratio, Timing
 
-COLOURS = {"bilevel": "#1f5fa8", "torch peer": "#b5543b", "by hand": "#7a7a7a", "jax": "#4f8a52"}
+COLOURS = {"bilevel": "#1f5fa8", "torch peer": "#b5543b", "by hand": "#7a7a7a", "jax": "#4f8a52", "floor": "#c9b458"}
 LINES = {
     "Unrolled": ("#d08a2e", "o"),
     "Reverse": ("#1f5fa8", "s"),
@@ -27,9 +31,21 @@ LINES = {
     "Spectral": ("#c0392b", "P"),
     "jaxopt": ("#4f8a52", "X"),
 }
+OTHER_LINE = ("#7a7a7a", "o")
 
 
-def draw(results: Results) -> None:
+@dataclass(frozen=True)
+class Picture:
+    """A figure with the name of its file and what it shows."""
+
+    name: str
+    caption: str
+    figure: Figure
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """What every picture is drawn with."""
     with plt.rc_context(
         {
             "font.size": 9,
@@ -39,16 +55,14 @@ def draw(results: Results) -> None:
             "savefig.bbox": "tight",
         }
     ):
-        cases = {case: timings for case, timings in results.by_case("ridge", "network").items() if baseline(timings)}
-        if cases:
-            _ratios(results, cases)
-        if results.memory():
-            _memory(results)
-        if results.timings("scaling", "steps"):
-            _time(results)
+        yield
 
 
-def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
+def ratio_bars(name: str, by_case: dict[str, list[Timing]]) -> Iterator[Picture]:
+    """Everyone against the fastest torch peer, a panel for each case."""
+    cases = {case: timings for case, timings in by_case.items() if baseline(timings)}
+    if not cases:
+        return
     figure, axes = plt.subplots(1, len(cases), figsize=(4.6 * len(cases), 3.6), squeeze=False)
     for axis, (case, timings) in zip(axes[0], cases.items(), strict=True):
         base = baseline(timings)
@@ -70,60 +84,24 @@ def _ratios(results: Results, cases: dict[str, list[Timing]]) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlim(values.min() / 2, values.max() * 5)
         for row, (timing, ratio) in enumerate(zip(ran, ratios, strict=True)):
-            axis.text(
-                ratio.high * 1.1,
-                row,
-                f"{ratio.value:.2f}× · {milliseconds(timing.minimum)} ms",
-                va="center",
-                fontsize=7.5,
-            )
+            words = f"{ratio.value:.2f}× · {milliseconds(timing.minimum)} ms"
+            axis.text(ratio.high * 1.1, row, words, va="center", fontsize=7.5)
         axis.set_title(case)
         axis.set_xlabel(f"time relative to {base.label}")
-    handles = [Patch(color=colour) for colour in COLOURS.values()]
+    groups = {timing.group for timings in cases.values() for timing in timings}
+    colours = {group: colour for group, colour in COLOURS.items() if group in groups}
+    handles = [Patch(color=colour) for colour in colours.values()]
     figure.legend(
-        handles, list(COLOURS), ncol=len(COLOURS), loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False
+        handles, list(colours), ncol=len(colours), loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False
     )
     figure.tight_layout()
-    figure.savefig(results.folder / "ratios.png")
-    plt.close(figure)
+    yield Picture(f"{name}.png", "Time of each contestant against the fastest torch peer", figure)
 
 
-def _memory(results: Results) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
-    figures = results.memory()
-    for axis, field, title in (
-        (axes[0], "rss", "resident memory above a run with T = 3"),
-        (axes[1], "stats", "what the method keeps (stats.peak_memory)"),
-    ):
-        for method in dict.fromkeys(row.method for row in figures):
-            colour, marker = LINES[method]
-            mine = sorted((row.steps, getattr(row, field) / 1e6) for row in figures if row.method == method)
-            # A run that fits into what the warm-up left behind shows no growth at all; a logarithm needs a floor.
-            axis.plot(
-                [t for t, _ in mine], [max(mb, 1e-2) for _, mb in mine], color=colour, marker=marker, ms=4, label=method
-            )
-        axis.set(xscale="log", yscale="log", xlabel="T", title=title)
-        axis.grid(alpha=0.25)
-    axes[0].set_ylabel("MB")
-    axes[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(results.folder / "memory.png")
-    plt.close(figure)
-
-
-def _time(results: Results) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    _lines(axes[0], results.timings("scaling", "steps"), "T", "ridge, 30 hyperparameters")
-    _lines(axes[1], results.timings("scaling", "lam"), "size of λ", "shared ridge, T = 10")
-    axes[0].set_ylabel("ms")
-    figure.tight_layout()
-    figure.savefig(results.folder / "time.png")
-    plt.close(figure)
-
-
-def _lines(axis: Axes, timings: list[Timing], label: str, title: str) -> None:
+def lines(axis: Axes, timings: list[Timing], label: str, title: str) -> None:
+    """Best times against size, shaded up to the medians; logarithmic."""
     for name in dict.fromkeys(t.label for t in timings if t.rounds):
-        colour, marker = LINES[name]
+        colour, marker = LINES.get(name, OTHER_LINE)
         mine = sorted((t for t in timings if t.label == name and t.rounds), key=size_of)
         sizes = [size_of(t) for t in mine]
         axis.plot(sizes, [t.minimum * 1e3 for t in mine], color=colour, marker=marker, ms=4, label=name)

@@ -3,20 +3,16 @@ time."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from harness.environments import ROOT
-from harness.memory import Memory
-from harness.ranks import Throughput
-from harness.timing import Timing
+from harness.figures import Figures
 
 
 class Results:
@@ -36,34 +32,9 @@ class Results:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps({"sections": self.sections}, indent=1) + "\n")
 
-    def timings(self, section: str, key: str = "timings") -> list[Timing]:
-        known = {field.name for field in dataclasses.fields(Timing)}
-        rows = self.sections.get(section, {}).get(key, [])
-        return [Timing(**{k: v for k, v in row.items() if k in known}) for row in rows]
-
-    def memory(self) -> list[Memory]:
-        return [Memory(**row) for row in self.sections.get("memory", {}).get("memory", [])]
-
-    def ranks(self) -> list[Throughput]:
-        return [Throughput(**row) for row in self.sections.get("hyper", {}).get("ranks", [])]
-
-    def by_case(self, *sections: str) -> dict[str, list[Timing]]:
-        """The timings of some sections, case by case."""
-        found: dict[str, list[Timing]] = {}
-        for section in sections:
-            for timing in self.timings(section):
-                found.setdefault(timing.case, []).append(timing)
-        return found
-
-
-def fastest(timings: list[Timing], belongs: Callable[[Timing], bool]) -> Timing | None:
-    """The fastest of those that took part."""
-    return min((t for t in timings if t.rounds and belongs(t)), key=lambda t: t.minimum, default=None)
-
-
-def baseline(timings: list[Timing]) -> Timing | None:
-    """What ratios are taken against: the fastest torch peer, or the loop by hand where no peer could be installed."""
-    return fastest(timings, lambda t: t.group == "torch peer") or fastest(timings, lambda t: t.group == "by hand")
+    def figures(self, name: str) -> Figures:
+        """Those of one section."""
+        return Figures(self.sections[name])
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""A training by one and by two processes. As a program, under torchrun: `-m sections.ranks DATASET ITERATIONS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness import probe
+from harness.cases import EPISODES, QUERIES, SHOTS, WAYS, dataset
+
+if TYPE_CHECKING:
+    from harness.figures import Figures
+    from harness.section import Bench
+    from harness.tables import Table
+    from harness.targets import Target
+
+ORDER = 60
+TITLE = "Training by several processes"
+WHAT = """
+`torchrun -m bilevel train`: the same 16 episodes a hyperiteration, shared by the processes, each on a core of its own
+with one thread. The update of λ, the exchange of hypergradients and the sampling of episodes are included, so two
+processes cannot quite be twice as fast.
+"""
+
+RANKS = (1, 2)
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The seconds of a hyperiteration and of drawing its episodes, for so many processes; `runs` has the best of each
+    run."""
+
+    ranks: int
+    seconds: float
+    sampling: float
+    runs: list[float]
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    iterations, repeats = bench.pick(quick=(3, 1), full=(10, 3))
+    answers: dict[int, list[dict[str, list[float]]]] = {ranks: [] for ranks in RANKS}
+    for _ in range(repeats):
+        for ranks in RANKS:
+            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+            answers[ranks].append(probe.ask("ranks", dataset(), iterations, launcher=launcher))
+            bench.tick(f"training with {ranks} process{'es' * (ranks > 1)}", 1 / (repeats * len(RANKS)))
+    found = []
+    for ranks, replies in answers.items():
+        runs = [min(reply["seconds"]) for reply in replies]
+        found.append(Throughput(ranks, min(runs), min(min(reply["sampling"]) for reply in replies), runs))
+    return {"ranks": [asdict(row) for row in found], "dataset": dataset()}
+
+
+def targets(figures: Figures) -> Iterator[Target]:
+    from harness.targets import Target
+
+    found = {row.ranks: row for row in figures.rows(Throughput, "ranks")}
+    alone, two = found[1], found[2]
+    claim, words = (
+        "two processes at least 1.7 times faster",
+        f"{alone.seconds * 1e3:.0f} and {two.seconds * 1e3:.0f} ms",
+    )
+    yield Target(claim, "ranks", alone.seconds / two.seconds, 1.7, words, at_least=True)
+    words = f"{alone.sampling * 1e3:.2f} of {alone.seconds * 1e3:.0f} ms"
+    yield Target("sampling under 3 % of a hyperiteration", "ranks", alone.sampling / alone.seconds, 0.03, words)
+
+
+def tables(figures: Figures) -> Iterator[Table]:
+    from harness.tables import Table, milliseconds
+
+    found = figures.rows(Throughput, "ranks")
+    images = EPISODES * WAYS * (SHOTS + QUERIES)
+    rows = [
+        [str(f.ranks), milliseconds(f.seconds), f"{images / f.seconds:,.0f}", f"{found[0].seconds / f.seconds:.2f}"]
+        for f in found
+    ]
+    note = f"{EPISODES} episodes of {figures['dataset']} in all, T = 5 (torchrun, gloo)."
+    columns = ["processes", "hyperiteration, ms", "images per second", "speed-up"]
+    yield Table("Throughput", columns, rows, note)
+
+
+def main() -> None:
+    import torch
+
+    from bilevel.meta.settings import Settings
+    from bilevel.meta.training import FewShotTraining, open_data
+    from bilevel.training.distributed import world
+
+    if hasattr(os, "sched_setaffinity"):
+        # Two processes that change places on the cores would share one for a while.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    torch.set_num_threads(1)
+    iterations = int(sys.argv[2])
+    settings = Settings(dataset=sys.argv[1], meta_batch=EPISODES, step_bound=0.0)
+    with world() as everybody:
+        training = FewShotTraining(settings, open_data(settings), everybody)
+        seconds, sampling = [], []
+        for iteration in range(1, iterations + WARM_UP + 1):
+            began = time.perf_counter()
+            training.step(iteration)
+            seconds.append(time.perf_counter() - began)
+        for iteration in range(iterations):
+            began = time.perf_counter()
+            training.train.batch(everybody.share(range(iteration * EPISODES, (iteration + 1) * EPISODES)))
+            sampling.append(time.perf_counter() - began)
+        if everybody.writes:
+            print(json.dumps({"seconds": seconds[WARM_UP:], "sampling": sampling}))
+
+
+if __name__ == "__main__":
+    main()

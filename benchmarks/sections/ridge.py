@@ -1,0 +1,46 @@
+"""Everyone on the paper's ridge problem, at a short and a long horizon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from harness.cases import ridge
+from harness.figures import Figures, baseline
+from harness.pictures import Picture, ratio_bars
+from harness.section import Bench
+from harness.tables import Table, case_table
+from harness.targets import Target, ratio
+
+ORDER = 10
+TITLE = "Ridge regression"
+WHAT = """
+The paper's Appendix C: 30 training points, a penalty for each of 30 features, T steps of gradient descent, float64. A
+step is a matrix of 30 × 30 times a vector, so nearly all of the time is the cost of calling small operations: it says
+what the library adds to torch, and what compiling (`Reverse(compiled=25)`, jax) or a closed form (`Spectral`) saves.
+"""
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    return {"timings": bench.timed([ridge(50), ridge(250)])}
+
+
+def targets(figures: Figures) -> Iterator[Target]:
+    peer = figures.named("ridge-T50").get("jaxopt")
+    for case, timings in figures.by_case().items():
+        named = figures.named(case)
+        unrolled, reverse = named.get("bilevel_unrolled"), named.get("bilevel_reverse")
+        compiled, spectral = named.get("bilevel_reverse_compiled"), named.get("bilevel_spectral_compiled")
+        yield ratio("compiled Spectral within 3 times jaxopt at T = 50", case, spectral, peer, 3.0)
+        yield ratio("Unrolled no slower than the fastest torch peer", case, unrolled, baseline(timings), 1.0)
+        yield ratio("Reverse within 1.6 times Unrolled", case, reverse, unrolled, 1.6)
+        if case == "ridge-T250":
+            yield ratio("compiled Reverse at least 4 times faster than eager", case, reverse, compiled, 4.0, True)
+
+
+def tables(figures: Figures) -> Iterator[Table]:
+    return (case_table(case, timings) for case, timings in figures.by_case().items())
+
+
+def pictures(figures: Figures) -> Iterator[Picture]:
+    return ratio_bars("ridge", figures.by_case())
