@@ -5,6 +5,8 @@ import torch
 
 import bilevel as bl
 from bilevel.hypergradients import value_of
+from bilevel.methods.spectral_functions import iterate
+from bilevel.methods.spectral_krylov import iterate_all
 from bilevel.testing import central_differences, relative_error
 
 
@@ -40,6 +42,35 @@ def test_repeated_clustered_and_zero_eigenvalues(dynamics, steps, spectrum):
     agree(problem, torch.zeros(4, 4), task, dynamics, steps)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 8, 50, 129])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("factor", [0.0, 1.0, 2.1], ids=["no step", "stable", "diverging"])
+def test_all_iterates_and_the_decomposition_give_the_same(steps, width, factor):
+    """The two ways to w_T and to the cotangents of A, b, w_0 and the step size."""
+    generator = torch.Generator().manual_seed(8)
+    root = torch.randn(3, 6, generator=generator)
+    target, start, cotangent = torch.randn(3, 6, width, generator=generator)
+    # Singular, with half of its eigenvalues zero.
+    matrix = root.T @ root
+    lr = factor / torch.linalg.eigvalsh(matrix)[-1]
+    slow = iterate(matrix, target, start, lr, torch.tensor(0.0), steps, plain=True)
+    fast = iterate_all(matrix, target, start, lr, steps)
+    assert relative_error(fast.w, slow.w) < 1e-10
+    pairs = zip(fast.pull_back(cotangent, True), slow.pull_back(cotangent, True)[:4], strict=False)
+    assert max(relative_error(one, other) for one, other in pairs) < 1e-10
+
+
+@pytest.mark.parametrize("steps", [1, 40, 600])
+def test_a_learned_step_size_without_momentum(steps):
+    """600 steps are more than are computed one by one."""
+    problem, task = quadratic(lambda lam: torch.diag(lam["d"].exp()), (4,))
+    lam = {"d": torch.tensor([0.0, 0.1, 0.1, -1.0]), "lr": torch.tensor(-4.0)}
+    settings = {"dynamics": lambda lam: bl.GradientDescent(lam["lr"].exp()), "steps": steps}
+    found = bl.hypergradient(problem, lam, task, method=bl.Spectral(), **settings).grad
+    assert relative_error(found, bl.hypergradient(problem, lam, task, **settings).grad) < 1e-10
+    assert relative_error(found, central_differences(lambda lam: value_of(problem, lam, task, **settings), lam)) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (5, 12), (3, 1)])
 def test_independent_columns_share_one_decomposition(shape):
     problem, task = quadratic(lambda lam: lam @ lam.T + torch.eye(shape[0]), shape)
@@ -70,12 +101,15 @@ def test_columns_that_interact_are_noticed():
     agree(problem, torch.tensor(0.3), bl.Task(None, None), bl.GradientDescent(0.1), 9)
 
 
-def test_learned_step_size_and_momentum():
+@pytest.mark.parametrize("steps", [1, 40])
+def test_learned_step_size_and_momentum(steps):
     problem, task = quadratic(lambda lam: torch.diag(lam["d"].exp()), (4,))
     lam = {"d": torch.tensor([0.0, 0.1, 0.1, -1.0]), "lr": torch.tensor(-2.0), "momentum": torch.tensor(0.4)}
-    settings = {"dynamics": lambda lam: bl.HeavyBall(lam["lr"].exp(), lam["momentum"].sigmoid()), "steps": 40}
-    found = bl.hypergradient(problem, lam, task, method=bl.Spectral(), **settings).grad
-    assert relative_error(found, bl.hypergradient(problem, lam, task, method=bl.Reverse(), **settings).grad) < 1e-10
+    settings = {"dynamics": lambda lam: bl.HeavyBall(lam["lr"].exp(), lam["momentum"].sigmoid()), "steps": steps}
+    # The first step has no velocity yet, so one step does not see the momentum.
+    found = bl.hypergradient(problem, lam, task, method=bl.Spectral(), allow_unused=True, **settings).grad
+    expected = bl.hypergradient(problem, lam, task, method=bl.Reverse(), allow_unused=True, **settings).grad
+    assert relative_error(found, expected) < 1e-10
     assert relative_error(found, central_differences(lambda lam: value_of(problem, lam, task, **settings), lam)) < 1e-6
 
 

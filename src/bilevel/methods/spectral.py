@@ -17,7 +17,11 @@ from bilevel.linear_solvers.base import random_directions
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.kernels import Kernel, build_once, compile_function
 from bilevel.methods.process import Bound, Gradients, Process, accumulate, outer_gradients
-from bilevel.methods.spectral_functions import iterate
+from bilevel.methods.spectral_functions import SpectralIterate, iterate
+from bilevel.methods.spectral_krylov import KrylovIterate, iterate_all
+
+# Up to this many iterates, columns counted one by one, it is cheaper to compute them all than to decompose A.
+LONGEST = 512
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,10 @@ def _gradients(bound: Bound, variables: list[Tensor], steps: int, axis: int | No
     lr, momentum = (setting.detach() for setting in settings)
     plain = isinstance(form[1], (int, float)) and form[1] == 0
     with torch.no_grad():
-        result = iterate(quadratic.matrix, quadratic.target, w0, lr, momentum, steps, plain)
+        if plain and 0 < steps * layout.width <= LONGEST:
+            result: SpectralIterate | KrylovIterate = iterate_all(quadratic.matrix, quadratic.target, w0, lr, steps)
+        else:
+            result = iterate(quadratic.matrix, quadratic.target, w0, lr, momentum, steps, plain)
         points = layout.unpack(result.w)
         misfit = _misfit(bound, quadratic, result.w)
     value, alpha, direct, _ = outer_gradients(bound, variables, (quadratic.spec.unflatten(points), ()))

@@ -110,7 +110,8 @@ class SpectralIterate:
                 one_step(self.nodes, lr, momentum, torch.ones_like(self.nodes), plain=False), self.steps
             )
             moved = (alpha * (matrix[0][0][:, None] * self.start + shift[0][:, None] * self.target)).sum()
-        return list(torch.autograd.grad(moved, (lr, momentum)))
+        # The velocity begins at zero, so the first step does not see the momentum.
+        return list(torch.autograd.grad(moved, (lr, momentum), allow_unused=True, materialize_grads=True))
 
 
 def iterate(
