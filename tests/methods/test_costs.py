@@ -74,6 +74,44 @@ def test_checkpoints_keep_few_iterates():
     assert kept[None] == 400 and kept[4] <= 4 + 100 and kept["sqrt"] <= 41
 
 
+@pytest.mark.parametrize("size", [50, 20_000])
+def test_sqrt_balances_iterates_against_recorded_steps_and_runs_each_step_twice(size):
+    seen = []
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (seen.append(1), (lam * w**2 + torch.cos(b * w)).sum())[1],
+        outer=lambda w, lam, b: (w**2).sum(),
+        init=lambda lam: torch.ones(size),
+    )
+    lam, task, steps = torch.full((size,), 0.4), bl.Task(torch.linspace(0, 1, size), None), 100
+    settings = {"dynamics": bl.HeavyBall(0.1, 0.5), "steps": steps}
+    unrolled = bl.hypergradient(problem, lam, task, method=bl.Unrolled(), **settings)
+    # One byte is less than any step, so that nothing is recorded together for the sake of speed alone.
+    found = bl.hypergradient(problem, lam, task, method=bl.Reverse("sqrt", group_bytes=1), **settings)
+    seen.clear()
+    bl.hypergradient(problem, lam, task, method=bl.Reverse("sqrt", group_bytes=1), **settings)
+    assert steps < len(seen) < 2 * steps
+    assert found.stats.steps + found.stats.replayed == len(seen)
+    assert relative_error(found.grad, unrolled.grad) < 1e-10
+    iterate, graph = 2 * size * 8, unrolled.stats.peak_memory / steps
+    least = 2 * (steps * iterate * (graph + reverse.NODE_BYTES)) ** 0.5
+    assert 0.5 * iterate * steps**0.5 < found.stats.peak_memory <= 1.05 * least
+
+
+def test_what_is_said_to_be_kept_are_the_tensors_that_the_recorded_steps_keep():
+    problem, lam, task = counted([])
+    bytes_kept = {}
+
+    def keep(tensor):
+        bytes_kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    settings = {"dynamics": bl.HeavyBall(0.3, 0.5), "steps": 40, "method": bl.Unrolled()}
+    said = bl.hypergradient(problem, lam, task, **settings).stats.peak_memory
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        bl.hypergradient(problem, lam, task, **settings)
+    assert said == pytest.approx(sum(bytes_kept.values()), rel=0.1)
+
+
 def test_forward_keeps_nothing_that_grows_with_t():
     problem, lam, task = counted([])
     sizes = {

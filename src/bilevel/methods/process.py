@@ -147,6 +147,10 @@ class Process:
         """Which leaves of λ the encoded variable `index` depends on."""
         return reached([self._encoded[index]], self.variables[: self.outer_count])
 
+    def recorded_bytes(self, state: State) -> int:
+        """What a step adds to the graph of a recorded run: its own tensors, and the w between it and the next one."""
+        return self.findings.get("graph bytes", 0) + trees.nbytes(state[0])
+
     @property
     def encoded_count(self) -> int:
         return len(self._encoded)

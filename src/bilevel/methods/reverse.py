@@ -15,9 +15,9 @@ from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.compiled import run_blocks, sweep_blocks
 from bilevel.methods.process import Process, State, accumulate, start_vjp, steps_vjp
 
-# Steps are recorded together as long as their graphs stay below this, because calling autograd costs more than a tiny
-# step does.
-GROUP_BYTES = 4 * 1024**2
+# Steps are recorded together as long as their graphs stay below this: calling autograd costs more than a tiny step,
+# and what is recorded at once as it is run for the first time need not be run again.
+GROUP_BYTES = 32 * 1024**2
 # What the nodes of a recorded step take besides the tensors they keep.
 NODE_BYTES = 16 * 1024
 
@@ -27,16 +27,20 @@ class Reverse(Method):
     """α_T = ∇_w E, then for t = T…1: p ← p + α_t ∂Φ_t/∂λ, α_{t−1} = α_t ∂Φ_t/∂w (Algorithm 1).
 
     The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
-    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 4 MB together
-    and then share one stored iterate; the last group is recorded as it is run.
+    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 32 MB together
+    and then share one stored iterate; the last group is recorded as it is run. What that comes to is in
+    `stats.peak_memory`, in bytes of tensors; an allocator may hold half as much again.
 
     Args:
-        checkpoints: None keeps all T iterates. A number k keeps k of them and recomputes the rest, a segment at a time,
-            for one more forward pass in all: k + T/k iterates at most. "sqrt" takes k = √T.
+        checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
+            keeps the T/m iterates between: 2 √(T |w| |graph|) bytes, which is the least that can be had with two runs
+            of a step, against T |graph| of `Unrolled`. A number k keeps k iterates and recomputes the others a
+            segment at a time, with a third run of a step: k + T/k iterates and a group's graph.
         compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The
             first call takes up to a minute, later ones a fraction of the eager time; worth it for long runs of small
             steps. 25 is a good number.
-        group_bytes: record steps together up to this much graph; 0 replays every step by itself.
+        group_bytes: record steps together where their graph stays below this; below 32 MB thrift is not worth its
+            time. 0 replays every step by itself; "sqrt" is then k = √T: the least memory, and a third run.
     """
 
     checkpoints: int | str | None = None
@@ -58,12 +62,9 @@ class Reverse(Method):
     def __call__(self, process: Process) -> Hypergradient:
         if self.compiled is not None and process.steps >= self.compiled:
             return self._in_blocks(process, self.compiled)
-        groups = split_from_the_end(process.times, group_size(process, self.group_bytes))
-        length = _groups_between_checkpoints(self.checkpoints, process.steps, groups)
-        segments = split_from_the_end(range(len(groups)), length)
-
         with torch.no_grad():
             checkpoints = [process.bound.start()]
+            groups, segments = self._plan(process, checkpoints[0])
             for segment in segments[:-1]:
                 checkpoints.append(advance(process, checkpoints[-1], groups[segment[0] : segment[-1] + 1]))
 
@@ -74,7 +75,8 @@ class Reverse(Method):
             with torch.no_grad():
                 for index in segment[:-1]:
                     starts.append(advance(process, starts[-1], groups[index : index + 1]))
-            memory = max(memory, trees.nbytes(checkpoints) + trees.nbytes(starts) + group_bytes(process, groups))
+            kept = trees.nbytes(checkpoints) + trees.nbytes(starts)
+            memory = max(memory, kept + group_bytes(process, groups, starts[0]))
             for index in reversed(segment):
                 if sweep is None:
                     sweep = Sweep(process, starts.pop(), groups[index])
@@ -87,6 +89,19 @@ class Reverse(Method):
         run_twice = sum(len(groups[i]) for segment in segments for i in segment[:-1])
         first_pass = sum(len(groups[i]) for segment in segments[:-1] for i in segment)
         return self._finish(process, sweep, first_pass + run_twice, memory)
+
+    def _plan(self, process: Process, start: State) -> tuple[list[range], list[range]]:
+        """The steps that are recorded together, and which of these groups lie between two checkpoints."""
+        size = group_size(process, self.group_bytes, start)
+        balanced = self.checkpoints == "sqrt" and self.group_bytes > 0
+        if balanced:
+            # Where the T/m iterates and the m recorded steps weigh the same, their sum is smallest.
+            recorded = NODE_BYTES + process.recorded_bytes(start)
+            size = max(size, round(math.sqrt(process.steps * trees.nbytes(start) / recorded)))
+        groups = split_from_the_end(process.times, size)
+        # Where every group begins at a checkpoint nothing is run a third time.
+        length = 1 if balanced else _groups_between_checkpoints(self.checkpoints, process.steps, groups)
+        return groups, split_from_the_end(range(len(groups)), length)
 
     def _in_blocks(self, process: Process, length: int) -> Hypergradient:
         # What does not fill a block is run eagerly at the beginning.
@@ -112,7 +127,9 @@ class Reverse(Method):
             cls(),
             cls(group_bytes=0),
             cls(checkpoints=3, group_bytes=0),
-            cls(checkpoints="sqrt", group_bytes=60_000),
+            cls(checkpoints="sqrt", group_bytes=0),
+            cls(checkpoints="sqrt", group_bytes=1),
+            cls(checkpoints=2, group_bytes=60_000),
         ]
 
 
@@ -150,14 +167,14 @@ def advance(process: Process, state: State, groups: list[range]) -> State:
     return state
 
 
-def group_size(process: Process, group_bytes: int) -> int:
+def group_size(process: Process, group_bytes: int, state: State = ((), ())) -> int:
     """How many steps are recorded at a time."""
-    return max(1, group_bytes // (NODE_BYTES + process.findings["graph bytes"])) if process.steps else 1
+    return max(1, group_bytes // (NODE_BYTES + process.recorded_bytes(state)))
 
 
-def group_bytes(process: Process, groups: list[range]) -> int:
+def group_bytes(process: Process, groups: list[range], state: State = ((), ())) -> int:
     """The recorded graph of a group, beyond the one step that every method records."""
-    return max((len(group) - 1 for group in groups), default=0) * process.findings.get("graph bytes", 0)
+    return max((len(group) - 1 for group in groups), default=0) * process.recorded_bytes(state)
 
 
 def split_from_the_end(items: range, size: int) -> list[range]:

@@ -27,7 +27,7 @@ class Unrolled(Method):
                 state = bound.step(state, t)
             value = bound.outer(state)
         gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
-        memory = process.steps * process.findings.get("graph bytes", 0)
+        memory = process.steps * process.recorded_bytes(state)
         return self.result(
             process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory
         )
