@@ -76,7 +76,7 @@ def dataset() -> str:
     return "glyphs"
 
 
-def hyper(steps: int) -> Case:
+def hyper(steps: int, episodes: int = EPISODES) -> Case:
     """The paper's hyper-representation: a network with 64 filters learned over a meta-batch of episodes, in float32 as
     one trains it. The step is short, so that rounding does not grow over the steps."""
     import bilevel as bl
@@ -84,8 +84,8 @@ def hyper(steps: int) -> Case:
     from bilevel.models import build
 
     data = load(dataset())
-    episodes = bl.Episodes(data, "train", WAYS, SHOTS, QUERIES, rotations=True).batch(range(EPISODES))
+    drawn = bl.Episodes(data, "train", WAYS, SHOTS, QUERIES, rotations=True).batch(range(episodes))
     network = build("omniglot-net", data.shape[2])
     lam = [p.detach().numpy() for p in network.parameters()]
-    groups = ([x.numpy() for x in group] for group in (episodes.train, episodes.val))
-    return Case(f"hyper-T{steps}", "hyper", lam, [np.zeros((EPISODES, 257, WAYS))], *groups, 0.01, steps)
+    groups = ([x.numpy() for x in group] for group in (drawn.train, drawn.val))
+    return Case(f"hyper-T{steps}", "hyper", lam, [np.zeros((episodes, 257, WAYS))], *groups, 0.01, steps)

@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 def growth(warm_up: Callable[[], object], run: Callable[[], Result]) -> tuple[int, float, Result]:
-    """The peak of the resident memory during `run` above what is resident after `warm_up`, in bytes; the seconds of
-    `run`, and its result.
+    """The peak of the resident memory during `run` above what is resident after `warm_up`, in bytes; the
+    processor's seconds for `run`, and its result.
 
     The warm-up should do everything that `run` does, in small, so that the interpreter, torch, the data and a single
     step's workspace do not count.
@@ -24,9 +24,9 @@ def growth(warm_up: Callable[[], object], run: Callable[[], Result]) -> tuple[in
     gc.collect()
     before = _resident("VmRSS")
     _forget_peak()
-    began = time.perf_counter()
+    began = time.process_time()
     result = run()
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     return max(_resident("VmHWM") - before, 0), seconds, result
 
 

@@ -1,0 +1,104 @@
+"""How long it takes until one can begin: importing the package, asking the command for help.
+
+As a program: `python -m sections.start WORD…` says whether `bilevel WORD… --help` imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from harness import probe
+from harness.environments import single_threaded
+from harness.figures import Figures
+from harness.section import Bench
+from harness.tables import Table, case_table
+from harness.targets import Target, ratio
+from harness.timing import Timing
+
+ORDER = 90
+TITLE = "Start-up"
+WHAT = """
+Wall-clock time of a fresh Python process from its start to its end, by turns. `import bilevel` imports nothing until a
+name is used; the second line uses the names of an ordinary script, which brings torch in. The command must answer
+`--help` before anybody becomes impatient, so it does not import torch for it.
+"""
+
+IMPORTS = {
+    "import torch": "import torch",
+    "import bilevel": "import bilevel",
+    "import bilevel and use it": "import bilevel as bl; "
+    + "; ".join(f"bl.{name}" for name in ("hypergradient", "solve", "HyperRepresentation", "Reverse")),
+}
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    from bilevel import cli, discovery
+
+    rounds = bench.pick(quick=3, full=15)
+    names = [name.rsplit(".", 1)[1].replace("_", "-") for name in discovery.modules(cli)]
+    helps = {" ".join(["bilevel", *words, "--help"]): words for words in ([], *([name] for name in names))}
+    commands = {
+        "import": {label: ["-c", code] for label, code in IMPORTS.items()},
+        "help": {label: ["-m", "bilevel", *words, "--help"] for label, words in helps.items()},
+    }
+    timings = [
+        Timing(label, label, "by hand" if label == "import torch" else "bilevel", case, 0)
+        for case, members in commands.items()
+        for label in members
+    ]
+    for _ in range(rounds):
+        for timing in timings:
+            seconds = _run(commands[timing.case][timing.label])
+            timing.first = timing.first or seconds
+            timing.rounds.append([seconds])
+            bench.tick(timing.label, 1 / (rounds * len(timings)))
+    heavy = [label for label, words in helps.items() if probe.ask("start", *words)["torch"]]
+    return {"timings": [timing.as_json() for timing in timings], "heavy": heavy}
+
+
+def targets(figures: Figures) -> Iterator[Target]:
+    found = figures.named("import")
+    for label in list(IMPORTS)[1:]:
+        yield ratio(f"{label}: within 1.15 times torch", "start", found[label], found["import torch"], 1.15)
+    slowest = max(figures.by_case()["help"], key=lambda timing: timing.median)
+    words = f"{slowest.median:.2f} s (`{slowest.label}`, median)"
+    yield Target("help under half a second, whatever the command", "start", slowest.median, 0.5, words)
+    words = ", ".join(figures["heavy"]) or f"none of {len(figures.by_case()['help'])}"
+    yield Target("commands whose help imports torch", "start", len(figures["heavy"]), 0, words)
+
+
+def tables(figures: Figures) -> Iterator[Table]:
+    cases = figures.by_case()
+    whole = case_table("Imports", cases["import"])
+    # Nothing is prepared or compiled here, so the column of first calls would only be one more figure.
+    yield Table(whole.title, whole.columns[:-1], [row[:-1] for row in whole.rows], "Ratio: against `import torch`.")
+    rows = [[t.label, f"{t.minimum * 1e3:.0f}", f"{t.median * 1e3:.0f}"] for t in cases["help"]]
+    yield Table("Help", ["command", "minimum, ms", "median, ms"], rows)
+
+
+def _run(arguments: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=single_threaded())
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    import contextlib
+    import io
+
+    from bilevel import cli
+
+    assert "torch" not in sys.modules, "the harness imports torch, so nothing can be said about the command"
+    sys.argv = ["bilevel", *sys.argv[1:], "--help"]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        cli.main()
+    print(json.dumps({"torch": "torch" in sys.modules}))
+
+
+if __name__ == "__main__":
+    main()
