@@ -19,7 +19,8 @@ import bilevel as bl
 from bilevel.estimators import BilevelLogisticRegression, BilevelRidge
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Folds, split
-from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.gram_criterion import GramCriterion
+from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.estimators.losses import LogLoss, SquaredError
 from bilevel.estimators.newton_criterion import NewtonCriterion
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
@@ -30,10 +31,8 @@ Ways = dict[str, Callable[[np.ndarray], object]]
 
 
 def newton(X: np.ndarray, y: np.ndarray, folds: Folds, loss: object, dense: bool) -> Criterion:
-    criterion = NewtonCriterion(LinearProblem(with_ones(X), y, folds, loss, free=True))
+    criterion = NewtonCriterion(LinearProblem(X, y, folds, loss, free=True))
     criterion.dense = dense
-    if not dense:
-        criterion.diagonal = criterion._largest_diagonal()
     return criterion
 
 
@@ -68,6 +67,8 @@ def logistic(X: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, Callable[[np.n
     if X.shape[1] <= 1_000:
         yield "Newton, Cholesky", newton(X, y, folds, LogLoss(), dense=True).evaluate
     yield "Newton, conjugate gradients", newton(X, y, folds, LogLoss(), dense=False).evaluate
+    if X.shape[1] <= 1_000:
+        yield "stale Hessians, swept", GramCriterion(LinearProblem(X, y, folds, LogLoss(), free=True)).evaluate
 
 
 def seconds(evaluate: Callable[[np.ndarray], object], features: int) -> float:
@@ -110,7 +111,7 @@ def main() -> None:
                 folds = split(5, X, y[:, 0], np.ones(rows), classes=name == "logistic", random_state=0)
                 taken = estimator._criterion(X, y, folds)
                 chosen = (
-                    ("conjugate" if not taken.dense else "Newton, Cholesky")
+                    ("stale" if isinstance(taken, GramCriterion) else "conj" if not taken.dense else "Newton, Cholesky")
                     if isinstance(taken, NewtonCriterion)
                     else ("normal" if isinstance(taken, NormalEquations) else "kernel")
                 )

@@ -10,8 +10,9 @@ from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
 import bilevel as bl
 from bilevel.estimators.elastic_net_criterion import ProximalCriterion
 from bilevel.estimators.folds import split
+from bilevel.estimators.gram_criterion import GramCriterion
 from bilevel.estimators.hyperparameters import grouping, tether
-from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.estimators.losses import LogLoss, SquaredError
 from bilevel.estimators.newton_criterion import NewtonCriterion
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
@@ -34,10 +35,13 @@ def classes_of(X, outputs):
 
 
 def newton(X, y, folds, loss, intercept, dense):
-    table = with_ones(X) if intercept else X
-    criterion = NewtonCriterion(LinearProblem(table, y, folds, loss, free=intercept))
-    criterion.dense, criterion.diagonal = dense, criterion._largest_diagonal()
+    criterion = NewtonCriterion(LinearProblem(X, y, folds, loss, free=intercept))
+    criterion.dense = dense
     return criterion
+
+
+def gram(X, y, folds, loss, intercept):
+    return GramCriterion(LinearProblem(X, y, folds, loss, free=intercept))
 
 
 def criteria(kind, X, y, weight, intercept):
@@ -46,7 +50,10 @@ def criteria(kind, X, y, weight, intercept):
     if kind == "logistic":
         codes, y = classes_of(X, y.shape[1])
         folds = split(3, X, codes, weight, classes=True, random_state=0)
-        return [newton(table, y, folds, LogLoss(), intercept, dense) for table in tables for dense in (True, False)]
+        by_newton = [
+            newton(table, y, folds, LogLoss(), intercept, dense) for table in tables for dense in (True, False)
+        ]
+        return [*by_newton, gram(X, y, folds, LogLoss(), intercept)]
     folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
     if kind == "ridge":
         return [
@@ -139,6 +146,87 @@ def test_refitting_is_scikit_learns_fit_at_equal_penalties(intercept, sparsely):
         coef, b = newton(given, indicators, stratified, LogLoss(), intercept, dense).refit(level)
         np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-5)
         np.testing.assert_allclose(b - b.mean(), rival.intercept_ - np.mean(rival.intercept_), atol=1e-5)
+
+
+def logistic(rows=300, features=20, seed=0, folds=3):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, features)) @ (np.eye(features) + 0.5 * rng.normal(size=(features, features)))
+    y = (X[:, :1] + X[:, 1:2] + rng.normal(size=(rows, 1)) > 0).astype(float)
+    dealt = split(folds, X, y[:, 0], rng.uniform(0.5, 2, rows), classes=True, random_state=0)
+    return X, y, dealt, rng
+
+
+@pytest.mark.parametrize("accuracy", [1e-2, 1e-3, 1e-6])
+def test_stale_hessians_give_hypergradients_as_accurate_as_asked_along_a_path(accuracy):
+    X, y, folds, rng = logistic()
+    fast = gram(X, y, folds, LogLoss(), True)
+    log_alpha = np.full(20, 2.0)
+    for _ in range(8):
+        log_alpha = log_alpha + 0.7 * rng.normal(size=20)
+        exact = newton(X, y, folds, LogLoss(), True, dense=True).evaluate(log_alpha)
+        found = fast.evaluate(log_alpha, accuracy)
+        assert np.linalg.norm(found.gradient - exact.gradient) <= accuracy * np.linalg.norm(exact.gradient)
+        assert found.value == pytest.approx(exact.value, rel=accuracy**1.5)
+
+
+def test_stale_hessians_are_kept_and_shared_with_fewer_folds(monkeypatch):
+    X, y, folds, rng = logistic(600)
+    taken = []
+    take = GramCriterion._cell_hessians
+    monkeypatch.setattr(GramCriterion, "_cell_hessians", lambda self, s: taken.append(1) or take(self, s))
+    criterion = gram(X, y, folds, LogLoss(), True)
+    log_alpha = np.full(20, 3.0)
+    criterion.evaluate(log_alpha, 1e-2)
+    before, criterion.wasted = len(taken), -100  # never out of date
+    for _ in range(5):
+        log_alpha = log_alpha + 0.05 * rng.normal(size=20)
+        criterion.evaluate(log_alpha, 1e-2)
+    assert len(taken) == before
+    rest = criterion.restricted(folds.without(0))
+    rest.wasted = -100
+    exact = newton(X, y, folds, LogLoss(), True, dense=True).restricted(folds.without(0)).evaluate(log_alpha)
+    np.testing.assert_allclose(rest.evaluate(log_alpha, 1e-3).gradient, exact.gradient, rtol=2e-2, atol=1e-6)
+    assert len(taken) == before
+
+
+def test_sweeps_that_do_not_converge_are_left_for_newtons_method():
+    """Hessians that belong to other data altogether cost time and nothing else."""
+    X, y, folds, _ = logistic()
+    log_alpha = np.full(20, 1.0)
+    exact = newton(X, y, folds, LogLoss(), True, dense=True).evaluate(log_alpha)
+    fast = gram(X, y, folds, LogLoss(), True)
+    fast.evaluate(log_alpha)
+    fast.grams.matrices[:] = 0.05 * np.eye(21)
+    fast.w, fast.q, fast.scores, fast.slopes = np.zeros_like(fast.w), np.zeros_like(fast.q), np.zeros(0), None
+    found = fast.evaluate(log_alpha)
+    assert found.value == pytest.approx(exact.value, rel=1e-9)
+    np.testing.assert_allclose(found.gradient, exact.gradient, rtol=1e-6, atol=1e-10)
+
+
+def test_the_curvature_told_to_the_certificate_is_a_lower_bound():
+    X, y, folds, _ = logistic()
+    log_alpha = np.full(20, 1.0)
+    fast, exact = gram(X, y, folds, LogLoss(), True), newton(X, y, folds, LogLoss(), True, dense=True)
+    told, true = fast.bilevel_problem(log_alpha)[4]["mu"], exact.bilevel_problem(log_alpha)[4]["mu"]
+    assert 0.02 * true < told <= true * (1 + 1e-9)
+
+
+def test_folds_that_train_on_the_same_rows_are_solved_once():
+    X, y, _, _ = logistic()
+    weight, log_alpha = np.ones(300), np.full(20, 1.0)
+    whole, halves = (
+        split(0.3, X, y[:, 0], weight, classes=True, random_state=0, halve_holdout=halve) for halve in (False, True)
+    )
+    a, b = (newton(X, y, folds, LogLoss(), True, dense=True) for folds in (whole, halves))
+    assert b.folds.count == 2 and b.w.shape == a.w.shape == (1, 21, 1)
+    np.testing.assert_allclose(a.evaluate(log_alpha).gradient, b.evaluate(log_alpha).gradient, rtol=1e-10)
+    halved = (
+        b.restricted(halves.only(0)).evaluate(log_alpha).value,
+        b.restricted(halves.only(1)).evaluate(log_alpha).value,
+    )
+    assert np.mean(halved) == pytest.approx(a.evaluate(log_alpha).value, rel=1e-10)
+    twice = replace(whole, train=np.repeat(whole.train, 2, 0), val=np.repeat(whole.val, 2, 0))
+    assert twice.merged() is twice
 
 
 def test_restricted_folds_are_the_criterion_of_the_rows_that_are_left():

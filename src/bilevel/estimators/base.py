@@ -129,7 +129,7 @@ class BilevelEstimator(BaseEstimator):
         X, centre, variance = _centred(X, weight, bool(self.fit_intercept))
         own = not shared and self._units_do_not_matter
         scale = _units(variance, groups) if own else np.ones(X.shape[1])
-        X = _divided(X, scale)
+        X = _divided(X, scale, own=bool(self.fit_intercept))
         criterion = self._criterion(X, outputs, folds)
         box = self._box(X, outputs, weight, variance / scale**2)
         descent = Descent(criterion, groups, box, self.max_iter, self.tol)
@@ -262,7 +262,8 @@ def _centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]
         variance, centre = away + np.clip(1 - there, 0, None) * mean**2, np.zeros_like(mean)
     else:
         X, centre = (X - mean if intercept else X), mean
-        variance = share @ X**2
+        # Squares of a large X at once would be another copy of it.
+        variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
     # What is left of a constant's deviation is rounding.
     return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
 
@@ -273,10 +274,11 @@ def _units(variance: Array, groups: Grouping) -> Array:
     return np.sqrt(np.where(mean > 0, mean, 1.0))[groups.of]
 
 
-def _divided(X: Any, scale: Array) -> Any:
+def _divided(X: Any, scale: Array, own: bool) -> Any:
+    """X / scale, in place where a dense X is our own copy."""
     if sparse.issparse(X):
         return X if (scale == 1).all() else (X @ sparse.diags(1 / scale)).tocsr()
     # Tensors share memory with arrays that can be written to and run forwards.
     if (scale == 1).all() and X.flags.writeable and min(X.strides) >= 0:
         return X
-    return X / scale
+    return np.divide(X, scale, out=X if own else None)

@@ -20,6 +20,10 @@ class Evaluation:
     gradient: Array
 
 
+# The relative error of a gradient that is as good as none.
+EXACT = 1e-8
+
+
 class Criterion(ABC):
     """f(λ) = Σ_k E_k(w^k_λ): fold k trains on its rows with the penalties and is judged on those held out.
 
@@ -31,8 +35,12 @@ class Criterion(ABC):
     folds: Folds
 
     @abstractmethod
-    def evaluate(self, log_alpha: Array) -> Evaluation:
-        """f and its gradient. What was found may start the next evaluation, so neighbouring points are cheap."""
+    def evaluate(self, log_alpha: Array, accuracy: float = EXACT) -> Evaluation:
+        """f and its gradient. What was found may start the next evaluation, so neighbouring points are cheap.
+
+        Args:
+            accuracy: a relative error of the gradient that will do; those that solve directly do better anyhow.
+        """
 
     @abstractmethod
     def restricted(self, folds: Folds) -> Self:

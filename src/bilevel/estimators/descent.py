@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from bilevel.errors import BilevelError, Outcome
-from bilevel.estimators.criterion import Criterion
+from bilevel.estimators.criterion import EXACT, Criterion, Evaluation
 from bilevel.estimators.folds import Array
 from bilevel.estimators.hyperparameters import Grouping, tether
 
@@ -61,15 +61,24 @@ class Descent:
     tol: float
     level: float = 1.0
 
+    @property
+    def accuracy(self) -> float:
+        """Of hypergradients. Errors of f are of the order of its square, and must not be mistaken for progress."""
+        return max(min(0.3 * math.sqrt(self.tol), 1e-2), EXACT)
+
     def value(self, lam: Array) -> float:
-        """f at λ."""
-        return self.criterion.evaluate(self.grouping.spread(lam)).value
+        """f at λ, to about three digits."""
+        return self.criterion.evaluate(self.grouping.spread(lam), 0.03).value
+
+    def _evaluate(self, lam: Array) -> Evaluation:
+        return self.criterion.evaluate(self.grouping.spread(lam), self.accuracy)
 
     def shared(self, record: Record) -> tuple[Array, float]:
         """The best λ with all entries equal, and f there: a coarse grid, then descent from its best point."""
         grid = np.linspace(*self.box, 13)[1:-1]
         ones = np.ones(self.grouping.count)
-        values = [self.value(t * ones) for t in grid]
+        # From large penalties down: coefficients grow from nothing, and each fit starts the next.
+        values = [self.value(t * ones) for t in grid[::-1]][::-1]
         if not np.isfinite(values).any():
             raise BilevelError(
                 "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "
@@ -102,7 +111,7 @@ class Descent:
 
         def objective(x: Array) -> tuple[float, Array]:
             lam = np.full(self.grouping.count, x[0]) if tied else x
-            found = self.criterion.evaluate(self.grouping.spread(lam))
+            found = self._evaluate(lam)
             slope = self.grouping.gather(found.gradient)
             if tied:
                 slope = slope.sum(keepdims=True)
@@ -138,10 +147,10 @@ class Descent:
         Where noise is small the best penalties are tiny, and there none makes a difference to f: gradients vanish, also
         those of features that should go. Higher up they do not.
         """
-        here = self.criterion.evaluate(self.grouping.spread(lam))
+        here = self._evaluate(lam)
         limit = 1.02 * here.value
         while lam.max() + 2 < self.box[1]:
-            above = self.criterion.evaluate(self.grouping.spread(lam + 2))
+            above = self._evaluate(lam + 2)
             if above.value > limit or np.linalg.norm(above.gradient) <= np.linalg.norm(here.gradient):
                 break
             lam, here = lam + 2, above

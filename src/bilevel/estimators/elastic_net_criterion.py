@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from bilevel.dynamics.fista import FISTA
 from bilevel.dynamics.penalties import L1
-from bilevel.estimators.criterion import Criterion, Evaluation
+from bilevel.estimators.criterion import EXACT, Criterion, Evaluation
 from bilevel.estimators.folds import Array, Folds
 from bilevel.problem import Problem, Task
 
@@ -42,7 +42,7 @@ class ProximalCriterion(Criterion):
     def restricted(self, folds: Folds) -> Self:
         return type(self)(self.X, self.y, folds, self.intercept, self.l1_ratio)
 
-    def evaluate(self, log_alpha: Array) -> Evaluation:
+    def evaluate(self, log_alpha: Array, accuracy: float = EXACT) -> Evaluation:
         alpha, total = np.exp(log_alpha), self.folds.total
         value, gradient = 0.0, np.zeros_like(alpha)
         for k, (part, v) in enumerate(zip(self.parts, self.val, strict=True)):

@@ -48,6 +48,15 @@ class Folds:
     def val_weights(self) -> Array:
         return self.val[:, self.cell] * self.weight
 
+    def merged(self) -> Folds:
+        """Folds that train on the same rows as one, judged on all that they are judged on: the two halves of a hold-out
+        set have one minimiser between them."""
+        train, owner = np.unique(self.train, axis=0, return_inverse=True)
+        counts = np.zeros(train.shape, dtype=int)
+        np.add.at(counts, owner.reshape(-1), self.val)
+        # A row that is judged on twice counts twice, which a mask cannot say.
+        return replace(self, train=train, val=counts > 0) if len(train) < self.count and counts.max() == 1 else self
+
     def only(self, k: int) -> Folds:
         return replace(self, train=self.train[k : k + 1], val=self.val[k : k + 1])
 

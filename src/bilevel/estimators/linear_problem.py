@@ -1,4 +1,4 @@
-"""Linear models on folds as bilevel problems for the engine; X is touched by products with it alone.
+"""Linear models on folds: products with X, and the same as a bilevel problem for the engine, which needs no more.
 
 All folds are one inner problem: w has the shape (K, features, outputs), and λ is every feature's log penalty.
 """
@@ -23,9 +23,10 @@ class LinearProblem:
     """L_k(w) = Σ_i s_ki loss(x_i w, y_i) + ½ Σ_j α_j ‖w_j‖² and E(w) = Σ_k Σ_i v_ki loss(x_i w, y_i)/Σ v.
 
     Attributes:
-        X: the features, dense or sparse; with `free`, a column of ones at the end.
+        X: the features, dense or sparse.
         y: targets of shape (rows, outputs).
-        free: whether the last column is an intercept, which is not penalised.
+        free: whether w ends with an intercept, which is not penalised. No column of ones is kept for it: a copy of a
+            large X costs as much as fifty products with it.
         centred: take scores about their mean over the training rows instead, and drop the intercept, which is best that
             way for squared errors.
     """
@@ -39,12 +40,26 @@ class LinearProblem:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.folds.count, self.X.shape[1], self.y.shape[1]
+        return self.folds.count, self.X.shape[1] + self.free, self.y.shape[1]
 
     @property
     def gauge(self) -> float:
         """Where only differences of scores count, intercepts may grow together; their sum is kept at zero."""
         return float(self.free and self.y.shape[1] > 1 and self.loss.only_differences)
+
+    def scores(self, w: Array) -> Array:
+        """X w of shape (rows, K, outputs) for w of shape (K, features, outputs), intercepts added."""
+        columns = w[:, : self.X.shape[1]].transpose(1, 0, 2)
+        image = (self.X @ columns.reshape(len(columns), -1)).reshape(-1, len(w), w.shape[2])
+        return image + w[:, -1] if self.free else image
+
+    def transposed(self, v: Array) -> Array:
+        """Xᵀv of shape (K, features, outputs) for v of shape (rows, K, outputs), sums for the intercepts."""
+        flat = v.reshape(len(v), -1)
+        # BLAS multiplies a few long rows from the left faster than as many columns from the right.
+        image = (self.X.T @ flat).T if sparse.issparse(self.X) else np.ascontiguousarray(flat.T) @ self.X
+        image = image.reshape(*v.shape[1:], -1).transpose(0, 2, 1)
+        return np.concatenate([image, v.sum(0)[:, None]], axis=1) if self.free else image
 
     def for_engine(self) -> tuple[Problem, Task]:
         """The problem, and the weights of the rows as its task."""
@@ -52,9 +67,11 @@ class LinearProblem:
         everywhere = torch.from_numpy(self.folds.train_weights())
 
         def scores(w: Tensor) -> Tensor:
-            folds, features, outputs = w.shape
-            image = _product(self.X, w.permute(1, 0, 2).reshape(features, folds * outputs))
-            image = image.reshape(-1, folds, outputs).permute(1, 0, 2)
+            folds, _, outputs = w.shape
+            rows = w.permute(0, 2, 1)[..., : self.X.shape[1]].reshape(folds * outputs, -1)
+            image = _product(rows, self.X).reshape(folds, outputs, -1).permute(0, 2, 1)
+            if self.free:
+                image = image + w[:, -1:]
             if self.centred:
                 share = (everywhere / everywhere.sum(1, keepdim=True))[:, :, None]
                 image = image - (share * (image - y)).sum(1, keepdim=True)
@@ -73,25 +90,21 @@ class LinearProblem:
 
 
 class SparseProduct(torch.autograd.Function):
-    """X v or Xᵀ v for a sparse X of scipy's, differentiable in v as often as asked."""
+    """v Xᵀ or v X for a sparse X of scipy's, differentiable in v as often as asked."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, X: Any, transposed: bool) -> Tensor:
         ctx.X, ctx.transposed = X, transposed
-        return torch.from_numpy(np.ascontiguousarray((X.T if transposed else X) @ v.detach().numpy()))
+        image = (X if transposed else X.T).T @ v.detach().numpy().T
+        return torch.from_numpy(np.ascontiguousarray(image.T))
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
         return SparseProduct.apply(slope, ctx.X, not ctx.transposed), None, None  # type: ignore[no-untyped-call]
 
 
-def _product(X: Any, v: Tensor) -> Tensor:
+def _product(v: Tensor, X: Any) -> Tensor:
+    """v Xᵀ; torch multiplies a few long rows from the left much faster than as many columns from the right."""
     if sparse.issparse(X):
         return SparseProduct.apply(v, X, False)  # type: ignore[no-untyped-call]
-    return torch.from_numpy(X) @ v
-
-
-def with_ones(X: Any) -> Any:
-    """X with a column of ones at the end."""
-    ones = np.ones((X.shape[0], 1))
-    return sparse.hstack([X, sparse.csr_matrix(ones)]).tocsr() if sparse.issparse(X) else np.hstack([X, ones])
+    return v @ torch.from_numpy(X).T

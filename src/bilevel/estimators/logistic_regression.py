@@ -15,9 +15,9 @@ from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelEstimator
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Array, Folds
-from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.gram_criterion import newton_criterion
+from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.estimators.losses import LogLoss
-from bilevel.estimators.newton_criterion import NewtonCriterion
 
 
 class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
@@ -79,8 +79,7 @@ class BilevelLogisticRegression(ClassifierMixin, BilevelEstimator):
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
         if self.fit_intercept:
             self._check_folds(y, folds)
-        table = with_ones(X) if self.fit_intercept else X
-        return NewtonCriterion(LinearProblem(table, y, folds, LogLoss(), free=self.fit_intercept))
+        return newton_criterion(LinearProblem(X, y, folds, LogLoss(), free=self.fit_intercept))
 
     def _check_folds(self, y: Array, folds: Folds) -> None:
         """Refuse folds that are judged on a class which they were not trained on: an intercept, which no penalty holds,

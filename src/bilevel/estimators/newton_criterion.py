@@ -3,13 +3,14 @@
 Fold k minimises Σ_i s_ki loss(x_i w, y_i) + ½ Σ_j α_j ‖w_j‖², and is judged by the loss on the rows held out. With H_k
 the Hessian at the minimiser and q_k = H_k⁻¹∇E_k, implicit differentiation of ∇L = 0 gives
 ∂f/∂log α_j = −α_j Σ_k ⟨q_kj, w_kj⟩. Systems with H_k are solved by Cholesky factors where it is small enough to be
-built, and by conjugate gradients, with products with X only, where not.
+built, and by conjugate gradients, with products with X only, where not. (`gram_criterion` stands between the two.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from scipy import linalg, sparse
 from typing_extensions import Self
 
-from bilevel.estimators.criterion import Criterion, Evaluation
+from bilevel.estimators.criterion import EXACT, Criterion, Evaluation
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.problem import Problem, Task
@@ -26,25 +27,23 @@ NEWTON_STEPS = 50
 # Floating-point operations for one round of Hessians up to which they are built.
 LARGEST = 2e7
 
-# Solves H_k x_k = b_k for all folds, to a relative accuracy.
-Solve: TypeAlias = Callable[[Array, float], Array]
+# Solves H_k x_k = b_k for all folds, to a relative accuracy, from a start.
+Solve: TypeAlias = Callable[[Array, float, Array | None], Array]
 
 
 class NewtonCriterion(Criterion):
     """w has the shape (K, features, outputs), the intercept a feature of its own."""
 
     def __init__(self, linear: LinearProblem) -> None:
-        self.linear, self.folds, self.loss = linear, linear.folds, linear.loss
+        self.folds, self.loss = linear.folds, linear.loss
+        self.linear = linear = replace(linear, folds=linear.folds.merged())
         self.X, self.y = linear.X, linear.y[:, None, :]
-        self.train, self.val = self.folds.train_weights().T, self.folds.val_weights().T
+        self.train, self.val = linear.folds.train_weights().T, linear.folds.val_weights().T
         self.w = np.zeros(linear.shape)
         # Where CG for q begins: the last one, for a neighbouring λ.
         self.q = np.zeros(linear.shape)
-        rows, features = self.X.shape
-        size = features * linear.y.shape[1]
-        self.dense = self.folds.count * rows * size**2 <= LARGEST and self.folds.count * size**2 <= 2e8
-        if not self.dense:
-            self.diagonal = self._largest_diagonal()
+        self.dense = hessians_are_small(linear)
+        size = linear.shape[1] * linear.shape[2]
         self.method = "Implicit differentiation at the minimiser that Newton's method finds, " + (
             f"with one factorised Hessian ({size} × {size}) per fold: it is small enough to build."
             if self.dense
@@ -52,28 +51,31 @@ class NewtonCriterion(Criterion):
         )
 
     def restricted(self, folds: Folds) -> Self:
-        return type(self)(replace(self.linear, folds=folds))
+        fewer = type(self)(replace(self.linear, folds=folds))
+        # Folds of almost the same rows have almost the same minimisers.
+        fewer.w[:] = self.w.mean(0)
+        return fewer
 
-    def evaluate(self, log_alpha: Array) -> Evaluation:
+    def evaluate(self, log_alpha: Array, accuracy: float = EXACT) -> Evaluation:
         alpha = self._alpha(log_alpha)
         self.w, scores, solve = self._minimise(self.w, alpha)
         share = self.val / self.folds.total
         value = float((share * self.loss.values(scores, self.y)).sum())
-        slope = self._transposed(share[:, :, None] * self.loss.slopes(scores, self.y))
-        self.q = solve(slope, 1e-8)
+        slope = self.linear.transposed(share[:, :, None] * self.loss.slopes(scores, self.y))
+        self.q = solve(slope, accuracy, self.q)
         return Evaluation(value, -(alpha[:, None] * self.q * self.w).sum((0, 2))[: len(log_alpha)])
 
     def refit(self, log_alpha: Array) -> tuple[Array, Array]:
         everything = np.ones((1, self.folds.train.shape[1]), dtype=bool)
         all_rows = self.restricted(replace(self.folds, train=everything, val=everything))
-        w = all_rows._minimise(self.w.mean(0, keepdims=True), self._alpha(log_alpha))[0][0]
+        w = all_rows._minimise(all_rows.w, self._alpha(log_alpha))[0][0]
         return w[: len(log_alpha)], w[len(log_alpha) :].sum(0)
 
     def bilevel_problem(self, log_alpha: Array) -> tuple[Problem, Any, Task, Any, dict[str, Any]]:
         self.evaluate(log_alpha)
         told: dict[str, Any] = {"products": 30}
         if self.dense:
-            hessians = self._hessians(self.loss.curvatures(self._scores(self.w)), self._alpha(log_alpha))
+            hessians = self._hessians(self.loss.curvatures(self.linear.scores(self.w)), self._alpha(log_alpha))
             smallest = min(float(linalg.eigvalsh(matrix, subset_by_index=(0, 0))[0]) for matrix in hessians)
             told |= {"mu": smallest} if smallest > 0 else {}
         problem, task = self.linear.for_engine()
@@ -81,14 +83,14 @@ class NewtonCriterion(Criterion):
 
     def _minimise(self, w: Array, alpha: Array) -> tuple[Array, Array, Solve]:
         """The folds' minimisers from w, the scores there, and the solver of their Hessians."""
-        scores = self._scores(w)
+        scores = self.linear.scores(w)
         value = self._values(w, scores, alpha)
         done = np.zeros(len(w), dtype=bool)
         for _ in range(NEWTON_STEPS):
-            slope = self._transposed(self.train[:, :, None] * self.loss.slopes(scores, self.y)) + alpha[:, None] * w
-            slope[:, -1] += self.linear.gauge * w[:, -1].sum(-1, keepdims=True)
-            step = self._solver(scores, alpha)(slope, 1e-4)
-            promised, moved = (slope * step).sum((1, 2)), self._scores(step)
+            slope = self.linear.transposed(self.train[:, :, None] * self.loss.slopes(scores, self.y))
+            slope += self._penalty_slope(w, alpha)
+            step = self._solver(scores, alpha)(slope, 1e-4, None)
+            promised, moved = (slope * step).sum((1, 2)), self.linear.scores(step)
             # Convergence is quadratic by now: the step of such a fold is its last.
             near = promised <= 1e-13 * np.abs(value)
             size = self._sizes(w, scores, value, step, moved, promised, near, alpha)
@@ -127,13 +129,11 @@ class NewtonCriterion(Criterion):
         penalty = (alpha[:, None] * w**2).sum((1, 2)) + self.linear.gauge * w[:, -1].sum(-1) ** 2
         return (self.train * self.loss.values(scores, self.y)).sum(0) + 0.5 * penalty
 
-    def _scores(self, w: Array) -> Array:
-        folds, features, outputs = w.shape
-        return (self.X @ w.transpose(1, 0, 2).reshape(features, -1)).reshape(-1, folds, outputs)
-
-    def _transposed(self, v: Array) -> Array:
-        """Xᵀv for every fold."""
-        return (self.X.T @ v.reshape(len(v), -1)).reshape(-1, *v.shape[1:]).transpose(1, 0, 2)
+    def _penalty_slope(self, w: Array, alpha: Array) -> Array:
+        """The derivative of the penalties, and of what keeps intercepts together."""
+        slope = alpha[:, None] * w
+        slope[:, -1] += self.linear.gauge * w[:, -1].sum(-1, keepdims=True)
+        return slope
 
     def _alpha(self, log_alpha: Array) -> Array:
         return np.append(np.exp(log_alpha), 0.0) if self.linear.free else np.exp(log_alpha)
@@ -143,21 +143,8 @@ class NewtonCriterion(Criterion):
         return self._cholesky(curvatures, alpha) if self.dense else self._conjugate_gradients(curvatures, alpha)
 
     def _cholesky(self, curvatures: Array, alpha: Array) -> Solve:
-        factors = []
-        for matrix in self._hessians(curvatures, alpha):
-            # Rows that are classified with certainty have no curvature; rounding must not make it negative. What is
-            # added is small for each coefficient, whatever the units of the others.
-            diagonal = matrix.diagonal()
-            matrix.flat[:: len(matrix) + 1] += 1e-14 * np.where(diagonal > 0, diagonal, diagonal.max())
-            factors.append(linalg.cho_factor(matrix, lower=True, overwrite_a=True, check_finite=False))
-
-        def solve(right: Array, tol: float) -> Array:
-            solved = [
-                linalg.cho_solve(f, b.reshape(-1), check_finite=False) for f, b in zip(factors, right, strict=True)
-            ]
-            return np.stack(solved).reshape(right.shape)
-
-        return solve
+        factors = factorised(self._hessians(curvatures, alpha))
+        return lambda right, tol, start: solved(factors, right)
 
     def _hessians(self, curvatures: Array, alpha: Array) -> Array:
         """Over coefficients in the order (feature, output)."""
@@ -169,34 +156,53 @@ class NewtonCriterion(Criterion):
             column = self.train[:, :, None] * self.loss.bend(curvatures, unit)
             for k in range(folds):
                 for b in range(a, outputs):
-                    found[k, :, a, :, b] = found[k, :, b, :, a] = _weighted_gram(self.X, column[:, k, b])
-        matrices = found.reshape(folds, features * outputs, -1)
-        diagonal = np.arange(features * outputs)
+                    found[k, :, a, :, b] = found[k, :, b, :, a] = self._weighted_gram(column[:, k, b])
+        return self._penalised(found.reshape(folds, features * outputs, -1), alpha)
+
+    def _weighted_gram(self, weight: Array) -> Array:
+        """Xᵀ diag(weight) X, an intercept included."""
+        X = self.X
+        weighted = X.multiply(weight[:, None]) if sparse.issparse(X) else X * weight[:, None]
+        gram = np.asarray((X.T @ weighted).todense()) if sparse.issparse(X) else X.T @ weighted
+        if not self.linear.free:
+            return gram
+        sums = np.asarray(weighted.sum(0)).reshape(-1, 1)
+        return np.block([[gram, sums], [sums.T, weight.sum()]])
+
+    def _penalised(self, matrices: Array, alpha: Array) -> Array:
+        """The matrices with the curvature of the penalties added in place."""
+        outputs = self.linear.shape[2]
+        diagonal = np.arange(matrices.shape[-1])
         matrices[:, diagonal, diagonal] += np.repeat(alpha, outputs)
         if self.linear.gauge:
             matrices[:, -outputs:, -outputs:] += self.linear.gauge
         return matrices
 
-    def _largest_diagonal(self) -> Array:
+    @cached_property
+    def _diagonal(self) -> Array:
         """Of the folds' Hessians, if every row had the largest curvature of the loss."""
         squares = self.X.multiply(self.X) if sparse.issparse(self.X) else self.X**2
-        return self.loss.steepest * np.asarray(squares.T @ self.train).T
+        sums = np.asarray(squares.T @ self.train)
+        sums = np.vstack([sums, self.train.sum(0)]) if self.linear.free else sums
+        return self.loss.steepest * sums.T
+
+    def _preconditioner(self, alpha: Array) -> Callable[[Array], Array]:
+        size = self._diagonal + alpha + self.linear.gauge
+        return lambda residual: residual / size[:, :, None]
 
     def _conjugate_gradients(self, curvatures: Array, alpha: Array) -> Solve:
-        """Preconditioned by a diagonal; each fold has its own recurrence, and a product with X serves all of them."""
-        size = self.diagonal + alpha + self.linear.gauge
+        """Each fold has its own recurrence, and a product with X serves all of them."""
+        precondition = self._preconditioner(alpha)
 
         def times(v: Array) -> Array:
-            image = self._transposed(self.train[:, :, None] * self.loss.bend(curvatures, self._scores(v)))
-            image += alpha[:, None] * v
-            image[:, -1] += self.linear.gauge * v[:, -1].sum(-1, keepdims=True)
-            return image
+            bent = self.train[:, :, None] * self.loss.bend(curvatures, self.linear.scores(v))
+            return self.linear.transposed(bent) + self._penalty_slope(v, alpha)
 
-        def solve(right: Array, tol: float) -> Array:
-            x = self.q.copy() if self.q.shape == right.shape and tol < 1e-6 else np.zeros_like(right)
+        def solve(right: Array, tol: float, start: Array | None) -> Array:
+            x = np.zeros_like(right) if start is None else start.copy()
             residual = right - times(x) if x.any() else right.copy()
             target = tol * _norms(right)
-            direction = preconditioned = residual / size[:, :, None]
+            direction = preconditioned = precondition(residual)
             slope = (residual * preconditioned).sum((1, 2))
             for _ in range(1000):
                 if (_norms(residual) <= target).all():
@@ -205,7 +211,7 @@ class NewtonCriterion(Criterion):
                 length = slope / np.maximum((direction * image).sum((1, 2)), 1e-300)
                 x = x + length[:, None, None] * direction
                 residual = residual - length[:, None, None] * image
-                preconditioned = residual / size[:, :, None]
+                preconditioned = precondition(residual)
                 before, slope = slope, (residual * preconditioned).sum((1, 2))
                 direction = preconditioned + (slope / np.maximum(before, 1e-300))[:, None, None] * direction
             return x
@@ -213,11 +219,35 @@ class NewtonCriterion(Criterion):
         return solve
 
 
+def hessians_are_small(linear: LinearProblem) -> bool:
+    """Whether building every fold's Hessian costs less than the products with X that it saves."""
+    folds, features, outputs = linear.shape
+    size = features * outputs
+    return folds * linear.X.shape[0] * size**2 <= LARGEST and folds * size**2 <= 2e8
+
+
+def factorised(matrices: Array) -> list[Array]:
+    """Cholesky factors; the matrices are overwritten."""
+    factors = []
+    for matrix in matrices:
+        # Rows that are classified with certainty have no curvature; rounding must not make it negative. What is
+        # added is small for each coefficient, whatever the units of the others.
+        diagonal = matrix.diagonal()
+        matrix.flat[:: len(matrix) + 1] += 1e-14 * np.where(diagonal > 0, diagonal, diagonal.max())
+        factor, failed = linalg.lapack.dpotrf(matrix.T, lower=1, overwrite_a=1, clean=0)
+        if failed:
+            raise linalg.LinAlgError(f"The Hessian of a fold is not positive definite in its row {failed}.")
+        factors.append(factor)
+    return factors
+
+
+def solved(factors: list[Array], *right: Array) -> Array:
+    """H_k⁻¹ b_k for every fold, for one or several b; stacked where there are several."""
+    columns = np.stack(right, axis=-1).reshape(len(factors), -1, len(right))
+    found = [linalg.lapack.dpotrs(factor, b, lower=1)[0] for factor, b in zip(factors, columns, strict=True)]
+    together = np.stack(found).transpose(2, 0, 1).reshape(len(right), *right[0].shape)
+    return together if len(right) > 1 else together[0]
+
+
 def _norms(v: Array) -> Array:
     return np.sqrt((v**2).sum((1, 2)))
-
-
-def _weighted_gram(X: Any, weight: Array) -> Array:
-    if sparse.issparse(X):
-        return np.asarray((X.T @ X.multiply(weight[:, None])).todense())
-    return X.T @ (X * weight[:, None])

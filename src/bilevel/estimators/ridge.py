@@ -10,7 +10,7 @@ from bilevel.estimators.base import BilevelRegressor
 from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import is_shared
-from bilevel.estimators.linear_problem import LinearProblem, with_ones
+from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.estimators.losses import SquaredError
 from bilevel.estimators.newton_criterion import NewtonCriterion
 from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
@@ -41,8 +41,7 @@ class BilevelRidge(RegressorMixin, BilevelRegressor):
     def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
         rows, features = X.shape
         if min(rows, features) > LARGEST:
-            table = with_ones(X) if self.fit_intercept else X
-            return NewtonCriterion(LinearProblem(table, y, folds, SquaredError(), free=self.fit_intercept))
+            return NewtonCriterion(LinearProblem(X, y, folds, SquaredError(), free=self.fit_intercept))
         if features <= rows:
             return NormalEquations.of(X, y, folds, self.fit_intercept, is_shared(self.penalty))
         return KernelEquations(X, y, folds, self.fit_intercept)

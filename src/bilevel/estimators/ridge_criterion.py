@@ -15,7 +15,7 @@ import torch
 from scipy import linalg, sparse
 from typing_extensions import Self
 
-from bilevel.estimators.criterion import Criterion, Evaluation
+from bilevel.estimators.criterion import EXACT, Criterion, Evaluation
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.linear_problem import LinearProblem
 from bilevel.estimators.losses import SquaredError
@@ -91,7 +91,7 @@ class NormalEquations(Criterion):
     def restricted(self, folds: Folds) -> Self:
         return type(self)(self.moments, folds, self.intercept, self.shared)
 
-    def evaluate(self, log_alpha: Array) -> Evaluation:
+    def evaluate(self, log_alpha: Array, accuracy: float = EXACT) -> Evaluation:
         alpha, total = np.exp(log_alpha), self.folds.total
         value, gradient = 0.0, np.zeros_like(alpha)
         for (train, val), solver in zip(self.pairs, self.solvers, strict=True):
@@ -147,7 +147,7 @@ class KernelEquations(Criterion):
     def restricted(self, folds: Folds) -> Self:
         return type(self)(self.X, self.y, folds, self.intercept)
 
-    def evaluate(self, log_alpha: Array) -> Evaluation:
+    def evaluate(self, log_alpha: Array, accuracy: float = EXACT) -> Evaluation:
         alpha, total, outputs = np.exp(log_alpha), self.folds.total, self.y.shape[1]
         kernel = _kernel(self.X, alpha)
         value, dual, adjoint = 0.0, [], []

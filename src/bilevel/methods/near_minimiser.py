@@ -17,6 +17,9 @@ from bilevel.methods.curvature import hessian
 from bilevel.methods.process import Process
 from bilevel.trees import Tree
 
+# A distance from the minimiser, relative to ‖w‖, that is not worth another Newton step.
+NEXT_DOOR = 1e-9
+
 
 def near_minimiser(process: Process, w: Tree, t: int, mu: float, nu: float) -> NearMinimiser:
     """Go on from w, by Newton's method or by the proximal steps of the dynamics, until the minimiser is next door."""
@@ -79,7 +82,8 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
         return bound.outer((w, ()))
 
     slope, operator = hessian(outer, u)
-    spectrum = lanczos(operator, slope, 50)
+    # Its part in the bounds is of second order in a radius that is tiny, so a rough one will do.
+    spectrum = lanczos(operator, slope, 10)
     curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
     with torch.no_grad():
         value = float(outer(u))
@@ -87,14 +91,15 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
 
 
 def _by_newton(process: Process, w: Tree, t: int, mu: float) -> NearMinimiser:
-    """Newton's method from w_T, as long as it makes ∇L smaller."""
+    """Newton's method from w_T, as long as it makes ∇L smaller and w_T is not next door already."""
     loss = process.bound.loss(t)
     points, spec = trees.flatten(w)
     slope, operator = hessian(loss, w)
     first = best = float(slope.norm())
     u = w
+    enough = mu * NEXT_DOOR * float(trees.norm(w))
     for _ in range(5):
-        if best == 0:
+        if best <= enough:
             break
         try:
             step = CG(tol=1e-12).solve(operator, slope).x
