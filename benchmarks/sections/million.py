@@ -48,7 +48,7 @@ class Long:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    repeats = bench.pick(quick=1, full=3)
+    repeats = bench.pick(quick=1, full=2)
     steps = min(bench.pick(quick=100, full=1000), int(0.8 * _available() / STEP_BYTES))
     answers: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     for _ in range(repeats):

@@ -17,7 +17,7 @@ from bilevel.methods.process import Process, State, accumulate, start_vjp, steps
 
 # Steps are recorded together as long as their graphs stay below this: calling autograd costs more than a tiny step,
 # and what is recorded at once as it is run for the first time need not be run again.
-GROUP_BYTES = 32 * 1024**2
+GROUP_BYTES = 64 * 1024**2
 # What the nodes of a recorded step take besides the tensors they keep.
 NODE_BYTES = 16 * 1024
 
@@ -27,9 +27,9 @@ class Reverse(Method):
     """α_T = ∇_w E, then for t = T…1: p ← p + α_t ∂Φ_t/∂λ, α_{t−1} = α_t ∂Φ_t/∂w (Algorithm 1).
 
     The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
-    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 32 MB together
+    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 64 MB together
     and then share one stored iterate; the last group is recorded as it is run. What that comes to is in
-    `stats.peak_memory`, in bytes of tensors; an allocator may hold half as much again.
+    `stats.peak_memory`, in bytes of tensors; nodes of a graph add about 16 kB a step, gaps between tensors up to a half.
 
     Args:
         checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
@@ -39,7 +39,7 @@ class Reverse(Method):
         compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The
             first call takes up to a minute, later ones a fraction of the eager time; worth it for long runs of small
             steps. 25 is a good number.
-        group_bytes: record steps together where their graph stays below this; below 32 MB thrift is not worth its
+        group_bytes: record steps together where their graph stays below this; below 64 MB thrift is not worth its
             time. 0 replays every step by itself; "sqrt" is then k = √T: the least memory, and a third run.
     """
 
