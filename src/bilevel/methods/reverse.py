@@ -28,8 +28,8 @@ class Reverse(Method):
 
     The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
     the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 64 MB together
-    and then share one stored iterate; the last group is recorded as it is run. What that comes to is in
-    `stats.peak_memory`, in bytes of tensors; nodes of a graph add about 16 kB a step, gaps between tensors up to a half.
+    and then share one stored iterate; the last group is recorded as it is run. `stats.peak_memory` is what that comes
+    to, in bytes of tensors; the nodes of a graph add about 16 kB a step, gaps between tensors up to a half.
 
     Args:
         checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
