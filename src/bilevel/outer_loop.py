@@ -64,7 +64,7 @@ def solve(
     *,
     dynamics: DynamicsLike,
     steps: int,
-    method: Method | str | None = None,
+    method: Method | str | Callable[[int], Method] | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     constraint: Constraint | Any = None,
@@ -86,7 +86,9 @@ def solve(
             hyperiteration k = 0, 1, … or an iterator, returning a task or a list each time.
         dynamics: Φ, as for `hypergradient`.
         steps: T, the inner steps of every hyperiteration.
-        method: how to differentiate, as for `hypergradient`.
+        method: how to differentiate, as for `hypergradient`, or a function of the hyperiteration k that returns it:
+            `lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)` solves both linear system and inner problem
+            more accurately as λ comes to rest.
         optimizer: builds any torch optimiser from the leaves of λ; Adam with lr=1e-2 by default.
         scheduler: builds a torch learning-rate scheduler from the optimiser; stepped once per hyperiteration.
         constraint: Λ; λ is projected onto it before the first and after every update.
@@ -121,7 +123,7 @@ def solve(
     constraint = as_constraint(constraint)
     callbacks = [callbacks] if callable(callbacks) else callbacks
     loop = _Loop(
-        problem, tasks, {"dynamics": dynamics, "steps": steps, "method": method, "allow_unused": allow_unused}, start
+        problem, tasks, {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}, _by_k(method), start
     )
     point = _Point(lam, constraint)
     torch_optimizer = optimizer(point.leaves) if optimizer else torch.optim.Adam(point.leaves, lr=1e-2)
@@ -214,6 +216,11 @@ def _update(
         ) from error
 
 
+def _by_k(method: Any) -> Callable[[int], Any]:
+    """The method as a function of the hyperiteration."""
+    return method if callable(method) and not isinstance(method, Method) else lambda k: method
+
+
 class _SourceEnded(Exception):
     pass
 
@@ -226,16 +233,20 @@ class _Loop:
     problem: Problem
     tasks: Any
     settings: dict[str, Any]
+    methods: Callable[[int], Any]
     start: str
     previous: Hypergradient | None = None
     drawn: Tasks | None = None
+    method: Method | str | None = None
 
     def evaluate(self, lam: Tree, k: int | None) -> Hypergradient:
         """f_T and ∇f_T at λ on the tasks of hyperiteration k; None stays with those drawn last."""
         if k is not None or self.drawn is None:
             self.drawn = self._draw(k or 0)
         tasks = self.drawn
-        extra: dict[str, Any] = {}
+        if k is not None:
+            self.method = self.methods(k)
+        extra: dict[str, Any] = {"method": self.method}
         if self.previous is not None and self.start == "warm":
             extra["start"] = self.previous.inner
             many = isinstance(tasks, (list, tuple))

@@ -160,3 +160,111 @@ def test_an_adjoint_of_another_problem_is_refused():
         bl.hypergradient(
             problem, lam, task, dynamics=bl.GradientDescent(0.1), steps=5, method=bl.Implicit(), adjoint=torch.ones(3)
         )
+
+
+def classifier(features=6, dtype=torch.float64):
+    """Logistic regression with a penalty for each weight, which is not quadratic."""
+    torch.manual_seed(4)
+    x, true = torch.randn(80, features, dtype=dtype), torch.randn(features, dtype=dtype)
+    y = (x @ true + torch.randn(80, dtype=dtype) > 0).to(dtype)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits
+    problem = bl.Problem(
+        lambda w, lam, data: loss(data[0] @ w, data[1]) + 0.5 * (lam.exp() * w**2).sum(),
+        lambda w, lam, data: loss(data[0] @ w, data[1]),
+        lambda lam: torch.zeros(features, dtype=dtype),
+    )
+    return problem, torch.full((features,), -3.0, dtype=dtype), bl.Task((x[:40], y[:40]), (x[40:], y[40:]))
+
+
+EXACT = bl.Implicit(bl.CG(tol=1e-13), newton=1e-12)
+
+
+def test_newtons_method_solves_the_inner_problem_to_its_tolerance():
+    problem, lam, task = classifier()
+    one = {"dynamics": bl.GradientDescent(0.5), "steps": 1}
+    found = bl.hypergradient(problem, lam, task, method=EXACT, **one)
+    long = bl.hypergradient(
+        problem, lam, task, dynamics=bl.GradientDescent(2.0), steps=3000, method=bl.Implicit(bl.Direct())
+    )
+    assert relative_error(found.grad, long.grad) < 1e-10
+    assert float(found.value) == pytest.approx(float(long.value), rel=1e-12)
+    expected = central_differences(
+        lambda lam: bl.hypergradient(problem, lam, task, method=EXACT, **one).value, lam, step=1e-4
+    )
+    assert relative_error(found.grad, expected) < 1e-6
+    for tol in (1e-2, 1e-5):
+        loose = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.CG(), newton=tol), **one)
+        w = loose.inner.requires_grad_()
+        assert float(torch.autograd.grad(problem.inner(w, lam, task.train), w)[0].norm()) <= tol
+
+
+def test_newtons_method_comes_back_from_where_its_step_overshoots():
+    """Far from the minimiser of a flat loss a full Newton step leads away from it, for ever."""
+    problem = bl.Problem(
+        lambda w, lam, x: torch.log(torch.cosh(w - 1)) + 1e-3 * lam.exp() * w**2,
+        lambda w, lam, x: w**2,
+        lambda lam: torch.full((), 4.0),
+    )
+    found = bl.hypergradient(
+        problem, torch.zeros(()), bl.Task(None, None), dynamics=bl.GradientDescent(1e-3), steps=1, method=EXACT
+    )
+    w = found.inner.requires_grad_()
+    assert abs(float(torch.autograd.grad(problem.inner(w, torch.zeros(()), None), w)[0])) <= 1e-12
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e6])
+def test_a_stale_or_senseless_start_of_the_adjoint_changes_no_digit_that_counts(scale):
+    problem, lam, task = classifier()
+    settings = {"dynamics": bl.GradientDescent(0.5), "steps": 1}
+    exact = bl.hypergradient(problem, lam, task, method=EXACT, **settings)
+    stale = scale * torch.randn(6, generator=torch.Generator().manual_seed(1))
+    again = bl.hypergradient(problem, lam, task, method=EXACT, adjoint=stale, start=exact.inner, **settings)
+    assert relative_error(again.grad, exact.grad) < 1e-10
+
+
+def test_tolerances_that_fall_with_the_hyperiteration_reach_the_same_point_in_fewer_products():
+    problem, lam, task = classifier()
+    spent, checked = {}, {}
+
+    def run(name, method):
+        products = []
+        sol = bl.solve(
+            bl.Problem(problem.inner, problem.outer, problem.init) if name == "tight" else problem,
+            lam,
+            task,
+            dynamics=bl.GradientDescent(0.5),
+            steps=1,
+            method=method,
+            start="warm",
+            iterations=60,
+            optimizer=lambda params: torch.optim.SGD(params, lr=2.0),
+            callbacks=[lambda it: products.append(it.hypergradient.stats.products) or False],
+        )
+        spent[name], checked[name] = sum(products), len(problem.checked)
+        return sol.outer
+
+    loose = run("falling", lambda k: bl.Implicit(bl.CG(tol=max(0.1 * 0.8**k, 1e-9)), newton=max(0.1 * 0.8**k, 1e-9)))
+    tight = run("tight", EXACT)
+    assert relative_error(loose, tight) < 1e-2
+    assert spent["falling"] < 0.6 * spent["tight"]
+    # Another tolerance is no reason to run and look at the problem again.
+    assert checked["falling"] <= 3
+
+
+def test_newtons_method_is_refused_where_it_has_no_meaning():
+    problem, lam, task = classifier()
+    for tol in (0.0, -1.0, True, "tight"):
+        with pytest.raises(bl.BilevelError, match="is not a norm of ∇L to stop at"):
+            method = bl.Implicit(newton=tol)
+            bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=1, method=method)
+    with pytest.raises(bl.BilevelError, match="the limits of this dynamics are other points"):
+        method = bl.Implicit(newton=1e-6)
+        bl.hypergradient(problem, lam, task, dynamics=bl.ISTA(0.5, bl.L1(0.01)), steps=1, method=method)
+
+
+def test_newtons_method_says_where_it_had_to_stop():
+    problem, lam, task = classifier(dtype=torch.float32)
+    with pytest.warns(bl.BilevelWarning, match="stopped at ‖∇L‖"):
+        bl.hypergradient(
+            problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=1, method=bl.Implicit(newton=1e-12)
+        )

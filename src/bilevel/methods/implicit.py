@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -20,6 +20,7 @@ from bilevel.linear_solvers.fixed_point import FixedPoint
 from bilevel.linear_solvers.neumann import Neumann
 from bilevel.linear_solvers.nystrom import Nystrom
 from bilevel.methods.base import Hypergradient, Method, Part
+from bilevel.methods.near_minimiser import newton
 from bilevel.methods.process import Gradients, Process, State, accumulate, live_copy
 
 
@@ -28,7 +29,8 @@ class Implicit(Method):
     """∇f = ∇_λ E − ∇²_{λw}L (∇²_w L)⁻¹ ∇_w E at w_T, from ∇_w L(w_λ, λ) = 0 and the implicit function theorem.
 
     It is the gradient of the limit f, evaluated at w_T: right when the inner problem has converged, and off by an
-    amount that `certify` estimates when not. It cannot see a λ that enters through the step size or the start, and says
+    amount that `certify` estimates when not. With `newton` the inner problem is solved to a tolerance instead of in T
+    steps. It cannot see a λ that enters through the step size or the start, and says
     so.
 
     Proximal dynamics, whose limits do not satisfy ∇L = 0, are differentiated through their fixed point w = Φ(w, λ)
@@ -37,10 +39,30 @@ class Implicit(Method):
     Args:
         solver: for the linear system; None takes CG() for a Hessian and FixedPoint() for a fixed point.
         condition: "auto", or "fixed-point" to differentiate w = Φ_T(w, λ) of a smooth dynamics too.
+        newton: after the T steps (one will do) go on by Newton's method, with CG, until ‖∇_w L‖ is at most this.
+            Value and gradient are then those at the point where it ends.
+
+    Both tolerances may be loose while λ is far from its goal: `solve` takes a function of the hyperiteration, as in
+    `method=lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)`, and with `start="warm"` both solvers begin
+    where they ended before.
+
+    >>> import bilevel as bl
+    >>> problem = bl.Problem(
+    ...     inner=lambda w, lam, x: torch.cosh(w - x) + lam.exp() * w**2,
+    ...     outer=lambda w, lam, x: (w - x) ** 2,
+    ...     init=lambda lam: torch.zeros_like(lam),
+    ... )
+    >>> task, lam = bl.Task(torch.tensor(2.0).double(), torch.tensor(1.0).double()), torch.zeros(()).double()
+    >>> method = bl.Implicit(bl.CG(tol=1e-9), newton=1e-9)
+    >>> hg = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.1), steps=1, method=method)
+    >>> round(float(hg.value), 6), round(float(hg.grad), 6)
+    (0.050018, 0.180541)
     """
 
     solver: LinearSolver | None = None
     condition: Literal["auto", "fixed-point"] = "auto"
+    # As for CG's tolerance: it may change at every call without anything to be checked again.
+    newton: float | None = field(default=None, compare=False)
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
 
@@ -59,6 +81,15 @@ class Implicit(Method):
             )
         if self.condition not in ("auto", "fixed-point"):
             raise BilevelError(f"Implicit(condition={self.condition!r}) is not known; pass 'auto' or 'fixed-point'.")
+        if self.newton is None:
+            return
+        if isinstance(self.newton, bool) or not isinstance(self.newton, (int, float)) or not self.newton > 0:
+            raise BilevelError(f"Implicit(newton={self.newton!r}) is not a norm of ∇L to stop at; pass a number > 0.")
+        if self._at_fixed_point(process):
+            raise BilevelError(
+                f"Implicit(newton={self.newton}) seeks a point with ∇L = 0, and the limits of this dynamics are other "
+                "points, its fixed points. Leave newton out and run more steps."
+            )
 
     def sees(self, process: Process) -> frozenset[Part]:
         return frozenset({"the inner objective", "the fixed point", "the outer objective"})
@@ -71,7 +102,7 @@ class Implicit(Method):
             return bound.dynamics.stationary_step(bound.loss(max(t, 1)), bound.start()[0], max(t, 1)) is not None
 
     def __call__(self, process: Process) -> Hypergradient:
-        state = process.run()
+        state, spent = self._solved(process)
         value, alpha, direct, _ = process.outer_gradients(state)
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
@@ -108,14 +139,31 @@ class Implicit(Method):
             extra={"adjoint": solution.x},
             steps=process.steps,
             residual=solution.residual,
-            products=solution.products,
+            products=solution.products + spent,
             peak_memory=4 * trees.nbytes(points),
         )
+
+    def _solved(self, process: Process) -> tuple[State, int]:
+        """The state to differentiate at, and the products that Newton's method took to get there."""
+        state = process.run()
+        if self.newton is None:
+            return state, 0
+        found = newton(process.bound.loss(max(process.times.stop - 1, 1)), state[0], self.newton)
+        if not found.gradient_norm <= self.newton:
+            warnings.warn(
+                f"Newton's method stopped at ‖∇L‖ = {found.gradient_norm:.3g}, above newton={self.newton:.3g}; the "
+                "hypergradient carries an error of that order. Use float64, or a larger tolerance.",
+                BilevelWarning,
+                stacklevel=3,
+            )
+        with torch.no_grad():
+            return (found.w, process.bound.dynamics.init(found.w)), found.products
 
     @classmethod
     def examples(cls) -> list[Self]:
         return [
             cls(),
+            cls(CG(tol=1e-12), newton=1e-10),
             cls(CG(tol=1e-12)),
             cls(FixedPoint(tol=1e-12)),
             cls(Neumann(terms=500)),

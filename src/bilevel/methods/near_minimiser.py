@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +89,45 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
     with torch.no_grad():
         value = float(outer(u))
     return NearMinimiser(process, u, radius, gradient_norm, value, float(slope.norm()), curvature)
+
+
+@dataclass(frozen=True)
+class NewtonPoint:
+    """Where Newton's method ended: ‖∇L‖ there, and how many products with Hessians it took."""
+
+    w: Tree
+    gradient_norm: float
+    products: int
+
+
+def newton(loss: Callable[[Tree], Tensor], w: Tree, tol: float, limit: int = 50) -> NewtonPoint:
+    """Go on from w by truncated Newton steps until ‖∇L‖ ≤ tol, or until no step makes the slope along it smaller.
+
+    Each linear system is solved by CG, no more accurately than the step can use.
+
+    >>> point = newton(lambda w: (w - 1).exp() - w, torch.tensor(3.0).double(), 1e-9)
+    >>> round(float(point.w), 6), point.gradient_norm <= 1e-9
+    (1.0, True)
+    """
+    points, spec = trees.flatten(w)
+    slope, operator = hessian(loss, w)
+    norm, products = float(slope.norm()), 0
+    for _ in range(limit):
+        if not norm > tol:
+            break
+        solution = CG(tol=min(0.1, max(0.5 * tol / norm, 1e-12))).solve(operator, slope)
+        step, products = spec.unflatten(trees.from_vector(solution.x, points)), products + solution.products
+        along, size = float(torch.dot(slope, solution.x)), 1.0
+        while size > 1e-4:
+            there = trees.map(lambda point, move, size=size: point - size * move, w, step)
+            after, beyond = hessian(loss, there)
+            if abs(float(torch.dot(after, solution.x))) <= 0.9 * along:
+                break
+            size /= 2
+        else:
+            break
+        w, slope, operator, norm = there, after, beyond, float(after.norm())
+    return NewtonPoint(w, norm, products)
 
 
 def _by_newton(process: Process, w: Tree, t: int, mu: float) -> NearMinimiser:
