@@ -15,8 +15,8 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.checks import check_arguments, check_lam, check_process
+from bilevel.methods.base import Hypergradient, Method, Stats
+from bilevel.methods.checks import check_arguments, check_lam, check_process, is_finite
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
@@ -165,9 +165,10 @@ def _of_one_task(process: Process, method: Method | None) -> Hypergradient:
     else:
         check_process(process, method)
         result = method(process)
-    if not (bool(torch.isfinite(result.value)) and trees.all_finite(result.grad)):
+    if not (is_finite(result.value) and all(map(is_finite, trees.leaves(result.grad)))):
         explain_divergence(process)
-    return replace(result, stats=replace(result.stats, seconds=time.perf_counter() - began, reason=reason))
+    stats = {**vars(result.stats), "seconds": time.perf_counter() - began, "reason": reason}
+    return Hypergradient(**{**vars(result), "stats": Stats(**stats)})
 
 
 def _as_method(method: Any) -> Method | None:

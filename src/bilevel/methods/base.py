@@ -113,20 +113,23 @@ class Method(ABC):
         gradients: Sequence[Tensor | None],
         *,
         pulled: bool = False,
+        continues: bool = True,
         extra: dict[str, Any] | None = None,
         **stats: Any,
     ) -> Hypergradient:
-        """Wrap up: carry the gradient through `encode` and put it into λ's shape."""
+        """Wrap up: carry the gradient through `encode` and put it into λ's shape; a later run may begin at the state
+        where it `continues`."""
         parts = list(gradients) if pulled else process.pull_back(list(gradients))
         lam = process.variables[: process.outer_count]
-        unseen = [path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None]
-        if unseen and not process.allow_unused:
+        if any(g is None for g in parts) and not process.allow_unused:
+            unseen = next(path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None)
             raise BilevelError(
-                f"{type(self).__name__} found no way from λ{unseen[0]} to the outer objective in these {process.steps} "
+                f"{type(self).__name__} found no way from λ{unseen} to the outer objective in these {process.steps} "
                 "steps. Remove it from λ, use a method that sees all steps such as Reverse(), or pass "
                 "allow_unused=True to have its gradient be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]
         grad = trees.flatten(process.lam)[1].unflatten(filled)
         last = process.times[-1] if process.steps else process.times.start - 1
-        return Hypergradient(value, grad, state[0], Stats(type(self).__name__, **stats), state, last, **(extra or {}))
+        kept = state if continues else None
+        return Hypergradient(value, grad, state[0], Stats(type(self).__name__, **stats), kept, last, **(extra or {}))

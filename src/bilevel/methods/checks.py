@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -81,12 +82,17 @@ def check_lam(lam: Tree) -> None:
                 f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or "
                 ".float(), or move a discrete choice out of λ."
             )
-        if not bool(torch.isfinite(leaf).all()):
+        if not is_finite(leaf):
             bad = int((~torch.isfinite(leaf)).sum())
             raise DivergenceError(
                 f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite values; "
                 "nothing was computed."
             )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; their sum tells at a third of the cost, unless it overflows."""
+    return math.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def check_task(task: Any) -> None:
@@ -114,7 +120,8 @@ def check_process(process: Process, method: Method) -> None:
     """
     refuse_inference_mode()
     task = process.bound.task
-    check_task(task)
+    if process.problem.encode is not None:
+        check_task(task)
     if process.previous is not None and process.previous.state is None:
         raise BilevelError(
             f"A result of {process.previous.stats.method} cannot be continued: it never had velocities. Compute it "

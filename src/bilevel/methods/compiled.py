@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.methods.kernels import Kernel, build_once, compile_function
+from bilevel.methods.kernels import Kernel, build_once, compile_function, identity
 from bilevel.methods.process import Bound, Gradients, Process, State, accumulate
 from bilevel.problem import Task
 
@@ -35,10 +35,9 @@ def run_blocks(process: Process, length: int, start: State, times: range) -> lis
     """The states at the borders of the blocks, the first and the last included."""
     blocks = _blocks(process, length, start, times)
     states = [start]
-    with torch.no_grad():
-        for i in range(0, len(times), length):
-            inputs = _inputs(process, trees.leaves(states[-1]), times[i : i + length])
-            states.append(trees.flatten(start)[1].unflatten(blocks.forward(*inputs)))
+    for i in range(0, len(times), length):
+        inputs = _inputs(process, trees.leaves(states[-1]), times[i : i + length])
+        states.append(trees.flatten(start)[1].unflatten(blocks.forward(*inputs)))
     return states
 
 
@@ -50,8 +49,7 @@ def sweep_blocks(sweep: Sweep, length: int, states: list[State], times: range) -
         states.pop()
         leaves = trees.leaves(states[-1])
         alpha = [torch.zeros_like(leaf) if a is None else a for leaf, a in zip(leaves, sweep.alpha, strict=True)]
-        with torch.no_grad():
-            results = iter(blocks.backward(*_inputs(process, leaves, times[i : i + length]), *alpha))
+        results = iter(blocks.backward(*_inputs(process, leaves, times[i : i + length]), *alpha))
         sweep.alpha = [next(results) for _ in leaves]
         parts: Gradients = [next(results) if reached else None for reached in blocks.reached]
         sweep.gradients = [accumulate(total, part) for total, part in zip(sweep.gradients, parts, strict=True)]
@@ -67,7 +65,7 @@ def _inputs(process: Process, leaves: list[Tensor], times: range) -> list[Tensor
 
 def _blocks(process: Process, length: int, state: State, times: range) -> Blocks:
     inputs = _inputs(process, trees.leaves(state), times[:length])
-    key = ("blocks", length, str(trees.flatten(state)[1]))
+    key = ("blocks", length, str(trees.flatten(state)[1]), identity(process.source))
     return build_once(process, key, inputs, lambda: _compile(process, length, state, times[:length], inputs))
 
 
@@ -76,10 +74,23 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
     spec = trees.flatten(state)[1]
     size, count = spec.num_leaves, len(process.variables)
     reached = [False] * count
+    task = process.bound.task
+    # Drawn before anything is traced: what a sampler does is no part of a step.
+    batches = [trees.flatten(task.batch(t))[1] for t in times] if callable(task.train) else []
+
+    def bounds(variables: list[Tensor], data: list[Tensor]) -> list[Bound]:
+        """The process at each step of a block, with its tensors taken from the block's inputs."""
+        if not batches:
+            return [process.bind(variables, data)] * len(times)
+        bound, found = process.bind(variables), []
+        for spec in batches:
+            batch, data = data[: spec.num_leaves], data[spec.num_leaves :]
+            found.append(Bound(process, bound.lam, Task(spec.unflatten(batch), bound.task.val)))
+        return found
 
     def run(flat: tuple[Tensor, ...], leaves: list[Tensor], variables: list[Tensor]) -> list[Tensor]:
         state = spec.unflatten(leaves)
-        for i, bound in enumerate(_bounds(process, variables, list(flat[1 + size + count :]), times)):
+        for i, bound in enumerate(bounds(variables, list(flat[1 + size + count :]))):
             state = bound.step(state, flat[0] + i)  # type: ignore[arg-type]
         return trees.leaves(state)
 
@@ -104,19 +115,6 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
         compile_function(backward, [*inputs, *inputs[1 : 1 + size]], instead),
         reached,
     )
-
-
-def _bounds(process: Process, variables: list[Tensor], data: list[Tensor], times: range) -> list[Bound]:
-    """The process at each step of a block, with its tensors taken from the block's inputs."""
-    if not callable(process.bound.task.train):
-        return [process.bind(variables, data)] * len(times)
-    bound = process.bind(variables)
-    bounds = []
-    for t in times:
-        batch_spec = trees.flatten(process.bound.task.batch(t))[1]
-        batch, data = data[: batch_spec.num_leaves], data[batch_spec.num_leaves :]
-        bounds.append(Bound(process, bound.lam, Task(batch_spec.unflatten(batch), bound.task.val)))
-    return bounds
 
 
 def _check(process: Process, state: State) -> None:

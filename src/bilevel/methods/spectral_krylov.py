@@ -1,8 +1,8 @@
 """The iterates of gradient descent on a quadratic, all T of them, in log T matrix products.
 
-With M = I − ηA the moves d_t = w_{t+1} − w_t are M^t d_0, and the adjoints of the iterates are M^{T−t} α. Both are rows of
-x, xM, xM², …, of which twice as many are known after each product with M, M², M⁴, … For few steps this is cheaper than
-decomposing A, and it needs no divided differences.
+With M = I − ηA the moves d_t = w_{t+1} − w_t are M^t d_0, and the adjoints of the iterates are M^{T−t} α. Both are rows
+of x, xM, xM², …, of which twice as many are known after each product with M, M², M⁴, … For few steps this is cheaper
+than decomposing A, and it needs no divided differences.
 """
 
 from __future__ import annotations

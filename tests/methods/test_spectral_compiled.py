@@ -1,0 +1,223 @@
+"""Compiled Spectral: the numbers of the eager one, also after what the objectives read has changed."""
+
+import math
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import bilevel as bl
+from bilevel.hypergradients import value_of
+from bilevel.methods import spectral_compiled
+from bilevel.methods.kernels import _broadcast_product, compile_function
+from bilevel.methods.watch import Watch
+from bilevel.testing import central_differences, relative_error
+
+FACTOR = 1.0
+
+
+def data(width=None):
+    generator = torch.Generator().manual_seed(3)
+    shape = (9,) if width is None else (9, width)
+    x, y = torch.randn(9, 4, generator=generator), torch.randn(*shape, generator=generator)
+    return bl.Task((x, y), (x + 0.5, y))
+
+
+def ridge(penalty, init=lambda lam: torch.full((4,), 0.2)):
+    return bl.Problem(
+        inner=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + penalty(w, lam),
+        outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        init=init,
+    )
+
+
+def ask(problem, lam, task=None, *, compiled=True, dynamics=None, steps=30, **more):
+    method = bl.Spectral(compiled=True) if compiled else bl.Unrolled()
+    dynamics = dynamics or bl.GradientDescent(0.05)
+    return bl.hypergradient(problem, lam, task or data(), dynamics=dynamics, steps=steps, method=method, **more).grad
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Trace and do not compile: all that matters for what is baked in, in a hundredth of the time."""
+    calls = []
+
+    def trace(function, inputs, instead):
+        calls.append(function)
+        return make_fx(function)(*(x.detach().clone() for x in inputs))
+
+    monkeypatch.setattr(spectral_compiled, "compile_function", trace)
+    return calls
+
+
+class Holder:
+    factor = 1.0
+    frozen = False
+
+    def penalty(self, w, lam):
+        return self.factor * (lam.exp() * w**2).sum()
+
+
+@pytest.mark.parametrize("kind", ["closure", "global", "attribute", "tensor rebound", "tensor in place"])
+def test_objectives_that_read_changed_state(traced_only, monkeypatch, kind):
+    cell, holder, tensor = 1.0, Holder(), torch.tensor(1.0)
+    penalty = {
+        "closure": lambda w, lam: cell * (lam.exp() * w**2).sum(),
+        "global": lambda w, lam: FACTOR * (lam.exp() * w**2).sum(),
+        "attribute": holder.penalty,
+    }.get(kind, lambda w, lam: tensor * (lam.exp() * w**2).sum())
+    problem, lam = ridge(penalty), torch.linspace(-1, 0.5, 4)
+    before = ask(problem, lam)
+    assert relative_error(before, ask(problem, lam, compiled=False)) < 1e-10
+    ask(problem, lam + 1)
+    assert len(traced_only) == 1
+    cell = holder.factor = 3.0
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    if kind == "tensor in place":
+        tensor.fill_(3.0)
+    else:
+        tensor = torch.tensor(3.0)
+    after = ask(problem, lam)
+    assert relative_error(after, ask(problem, lam, compiled=False)) < 1e-10
+    assert relative_error(after, before) > 0.1
+    # A tensor is an input of the code; everything else is compiled anew, once.
+    assert len(traced_only) == (1 if kind == "tensor in place" else 2)
+
+
+def test_a_switch_that_changes_derivatives_only_is_seen_in_a_closure(traced_only):
+    frozen = False
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (
+            ((b[0] @ w - b[1]) ** 2).mean() + ((lam.detach() if frozen else lam).exp() * w**2).sum()
+        ),
+        outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam.sum(),
+        init=lambda lam: torch.zeros(4),
+    )
+    lam = torch.linspace(-1, 0.5, 4)
+    assert relative_error(ask(problem, lam), ask(problem, lam, compiled=False)) < 1e-10
+    frozen = True
+    assert torch.equal(ask(problem, lam), torch.ones(4))
+
+
+def test_an_objective_that_is_no_function_is_refused(traced_only):
+    class Counter:
+        calls = 0
+
+        def penalty(self, w, lam):
+            self.calls += 1
+            return self.calls * (lam.exp() * w**2).sum()
+
+    with pytest.raises(bl.BilevelError, match="not a pure function"):
+        ask(ridge(Counter().penalty), torch.zeros(4))
+
+
+def test_other_starts_settings_and_data_need_no_new_code(traced_only):
+    begin = torch.full((4,), 0.2)
+    problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum(), lambda lam: begin), torch.zeros(4)
+    ask(problem, lam)
+    begin = torch.full((4,), -3.0)
+    x, y = data().train
+    for changes in (
+        {"start": torch.ones(4)},
+        {"dynamics": bl.GradientDescent(0.02)},
+        {"task": bl.Task((-x, y), (x, y))},
+    ):
+        assert relative_error(ask(problem, lam, **changes), ask(problem, lam, compiled=False, **changes)) < 1e-10
+    assert len(traced_only) == 1
+
+
+@pytest.mark.parametrize("steps", [30, 600])
+def test_learned_starts_and_settings(traced_only, steps):
+    problem = ridge(lambda w, lam: (lam["d"].exp() * w**2).sum(), lambda lam: lam["w"].tanh())
+    lam = {"d": torch.linspace(-1, 0.5, 4), "w": torch.ones(4), "lr": torch.tensor(-5.0), "m": torch.tensor(0.2)}
+    for dynamics in (
+        lambda lam: bl.HeavyBall(lam["lr"].exp(), lam["m"].sigmoid()),
+        lambda lam: bl.GradientDescent(lam["lr"].exp() + 0 * lam["m"]),
+    ):
+        found = ask(problem, lam, dynamics=dynamics, steps=steps)
+        assert relative_error(found, ask(problem, lam, compiled=False, dynamics=dynamics, steps=steps)) < 1e-10
+        if steps == 30:
+            truth = central_differences(
+                lambda lam, d=dynamics: value_of(problem, lam, data(), dynamics=d, steps=30), lam
+            )
+            assert relative_error(found, truth) < 1e-6
+
+
+def test_a_value_that_vanishes_at_the_end_is_no_alarm(traced_only):
+    """At w_T the objective is rounding alone, which compiled code need not share."""
+    holder = Holder()
+    holder.factor = 0.0
+    x = torch.eye(4)
+    task = bl.Task((x, x[0]), (x, x[0]))
+    problem = bl.Problem(
+        inner=lambda w, lam, b: lam.exp() * ((b[0] @ w - b[1]) ** 2).sum() + holder.penalty(w, lam),
+        outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).sum(),
+        init=lambda lam: torch.full((4,), 0.3),
+    )
+    lam = torch.tensor(0.0)
+    for _ in range(2):
+        found = ask(problem, lam, task, dynamics=bl.GradientDescent(0.25), steps=200)
+        assert float(found.abs()) < 1e-12
+    assert len(traced_only) == 1
+
+
+def test_compiled_code_reads_small_tensors_anew_and_takes_updates_in_place():
+    """With columns, so that batches of products with one matrix occur; two calls of real compiled code."""
+    scale = torch.tensor(1.0)
+
+    def penalty(w, lam):
+        total = torch.zeros(4)
+        total += scale * lam.exp() * (w**2).sum(1)
+        return total.sum()
+
+    problem, lam = ridge(penalty, lambda lam: torch.zeros(4, 2)), torch.linspace(-1, 0.5, 4)
+    for value in (1.0, 2.0):
+        scale.fill_(value)
+        found = ask(problem, lam, data(2))
+        assert relative_error(found, ask(problem, lam, data(2), compiled=False)) < 1e-10
+
+
+@pytest.mark.parametrize("look", [lambda x: x.item(), lambda x: x.tolist(), lambda x: float(x.detach().numpy())])
+def test_numbers_are_never_baked_in(look):
+    with pytest.raises(bl.BilevelError, match="numbers in tensors are not known"):
+        compile_function(lambda x: [x * look(x)], [torch.tensor(2.0)], "something else")
+
+
+def test_products_with_one_matrix():
+    generator = torch.Generator().manual_seed(1)
+    one, many = torch.randn(3, 4, generator=generator), torch.randn(5, 4, 2, generator=generator)
+    assert torch.allclose(_broadcast_product(one.expand(5, 3, 4), many), one @ many)
+    assert torch.allclose(_broadcast_product(many.mT, one.T.expand(5, 4, 3)), many.mT @ one.T)
+    assert _broadcast_product(one.repeat(5, 1, 1), many) is NotImplemented
+
+
+class TestWatch:
+    def test_nested_functions_defaults_and_libraries(self):
+        factor = 2.0
+
+        def helper(x):
+            return factor * torch.nn.functional.relu(x) + math.pi
+
+        def function(x, power=2, *, shift=None):
+            return [helper(y) ** power for y in x]
+
+        watch = Watch(function)
+        assert not watch.complete, "keyword-only defaults are in a dict"
+        function.__kwdefaults__ = None
+        watch = Watch(function)
+        assert watch.complete and watch.unchanged()
+        function.__defaults__ = (3,)
+        assert not watch.unchanged()
+        watch = Watch(function)
+        factor = 4.0
+        assert not watch.unchanged()
+
+    @pytest.mark.parametrize("state", [[1.0], {"a": 1.0}, Holder(), Holder, torch.nn.Linear(1, 1), pytest])
+    def test_what_can_change_without_notice_is_not_vouched_for(self, state):
+        assert not Watch(lambda x: state and x).complete
+
+    def test_a_builtin_that_is_hidden_later(self, monkeypatch):
+        watch = Watch(lambda x: abs(x))
+        assert watch.complete and watch.unchanged()
+        monkeypatch.setitem(globals(), "abs", math.sqrt)
+        assert not watch.unchanged()
