@@ -9,7 +9,7 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # Rooms in the order in which they may import each other: a room sees itself and everything before it.
 ORDER = [
-    {"errors", "trees", "discovery", "progress", "origin"},
+    {"errors", "trees", "discovery", "progress", "origin", "side_by_side"},
     {"problem", "modules"},
     {"dynamics", "linear_solvers", "constraints", "tasks", "data", "models"},
     {"methods"},

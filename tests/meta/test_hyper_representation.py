@@ -9,7 +9,7 @@ from torch import nn
 
 import bilevel as bl
 from bilevel import trees
-from bilevel.models import omniglot_net
+from bilevel.models import heads, omniglot_net
 from bilevel.models.batch_norm import layers, using
 
 WAYS, SHAPE = 3, (1, 12, 12)
@@ -183,6 +183,63 @@ def test_chunks_change_nothing(chunk):
     assert torch.allclose(value, again, rtol=1e-13)
     for name in grads:
         assert torch.allclose(grads[name], same[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["episode", "support"])
+def test_the_number_of_threads_changes_no_bit(mode):
+    hyper, batch = learner(batch_norm=mode, chunk=1), episodes(count=5)
+    value, grads = hyper.hypergradient(batch)
+    table = hyper.accuracies(batch, 3)
+    torch.set_num_threads(2)
+    try:
+        for _ in range(3):
+            again, same = hyper.hypergradient(batch)
+            assert torch.equal(again, value)
+            assert all(torch.equal(same[name], grads[name]) for name in grads)
+            assert torch.equal(hyper.accuracies(batch, 3), table)
+        # Copies for other threads follow what is changed later.
+        hyper.batch_norm = "support"
+        hyper.lam = {name: 1.1 * leaf for name, leaf in hyper.lam.items()}
+        changed = hyper.hypergradient(batch)[0]
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(changed, hyper.hypergradient(batch)[0]) and not torch.equal(changed, value)
+
+
+@pytest.mark.parametrize(("ways", "shots", "features"), [(5, 1, 20), (3, 4, 30), (2, 3, 6)])
+@pytest.mark.parametrize("l2", [0.0, 0.3])
+@pytest.mark.parametrize("steps", [1, 7])
+def test_the_steps_and_their_adjoint_by_hand_are_autograds(ways, shots, features, l2, steps):
+    generator = torch.Generator().manual_seed(7)
+    support, query = (torch.randn(4, n, features, generator=generator).requires_grad_() for n in (ways * shots, 9))
+    labels = torch.arange(ways).repeat(shots).expand(4, -1)
+    answers = torch.randint(ways, (4, 9), generator=generator)
+    w = torch.zeros(4, features, ways)
+    for _ in range(steps):
+        leaf = w if w.requires_grad else w.requires_grad_()
+        loss = heads.cross_entropy(leaf, support, labels) + l2 / 2 * leaf.square().sum()
+        w = leaf - 0.3 * torch.autograd.grad(loss, leaf, create_graph=True)[0]
+    plain = heads.cross_entropy(w, query, answers) / 4
+    expected = torch.autograd.grad(plain, (support, query))
+    value, *grads = heads.Descent(steps, 0.3, l2).outer(support.detach(), labels, query.detach(), answers, ways)
+    assert torch.allclose(value, plain, rtol=1e-13)
+    for one, other in zip(grads, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_more_examples_than_features_go_the_general_way(monkeypatch):
+    batch, hyper = episodes(), learner()
+    expected = learner(method=bl.Unrolled()).hypergradient(batch)[0]
+    hyper.features = 2  # fewer than the examples
+    monkeypatch.setattr(heads, "Descent", None)
+    hyper.problem = learner().problem
+    assert torch.allclose(hyper.hypergradient(batch)[0], expected, rtol=1e-12)
+
+
+def test_steps_that_diverge_are_explained():
+    hyper = learner(inner_lr=1e200, l2=1.0)
+    with pytest.raises(bl.BilevelError, match="step"):
+        hyper.hypergradient(episodes())
 
 
 def test_queries_stand_for_themselves_except_in_episode_mode():

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from bilevel.models import _allocator
-from bilevel.models._blocks import folded
-from bilevel.models._functions import normalise, rectified_products
-from bilevel.models._strided import applies, convolve
+from bilevel.models._folded import folded, patches, rectified_products
+from bilevel.models._functions import normalise
+from bilevel.models._sets import Sets
+from bilevel.models._strided import applies, layer, to_images, to_rows
 from bilevel.models.batch_norm import BatchNorm
 
 SIZES = (2, 3)
@@ -54,9 +55,9 @@ def test_statistics_of_sets():
 
 
 def test_rectified_products_are_differentiable_twice():
-    columns = draw(3, 10).detach()
-    assert gradcheck(lambda w: rectified_products(w, columns, (4, 6)), draw(2, 3, 5))
-    assert gradgradcheck(lambda w: rectified_products(w, columns, (4, 6)), draw(2, 3, 5))
+    columns = [draw(3, 2, images, 2).detach() for images in SIZES]
+    assert gradcheck(lambda w: rectified_products(w, columns), draw(2, 3, 5))
+    assert gradgradcheck(lambda w: rectified_products(w, columns), draw(2, 3, 5))
 
 
 # ------------------------------------------------------------------------------------- the first convolution
@@ -64,18 +65,19 @@ def test_rectified_products_are_differentiable_twice():
 
 @pytest.mark.parametrize("channels", [1, 2])
 @pytest.mark.parametrize("scale", [True, False])
-def test_a_folded_convolution_is_convolution_batch_norm_relu(channels, scale):
-    layer = nn.Conv2d(channels, 8, (3, 2), stride=(2, 1), padding=(1, 0), bias=False)
+@pytest.mark.parametrize("next_stride", [1, 2, 3])
+def test_a_folded_convolution_is_convolution_batch_norm_relu(channels, scale, next_stride):
+    conv = nn.Conv2d(channels, 8, (3, 2), stride=(2, 1), padding=(1, 0), bias=False)
     norm = BatchNorm(8, scale=scale)
     nn.init.normal_(norm.bias)
     x = 40 + torch.rand(5, channels, 9, 8)  # a large common brightness must not cost digits
-    norm.sizes, norm.seen = SIZES, []
-    ours = folded(layer, norm, x)
-    raw = layer(x).split(SIZES)
+    norm.seen = []
+    ours = to_images(folded(x, conv, norm, Sets(SIZES), next_stride), next_stride)
+    raw = conv(x).split(SIZES)
     weight = norm.weight if scale else torch.ones(8)
     plain = torch.cat([F.batch_norm(part, None, None, weight, norm.bias, True, 0.0, 1e-3) for part in raw]).relu()
     assert torch.allclose(ours, plain, rtol=1e-10, atol=1e-10)
-    parameters = [*layer.parameters(), *norm.parameters()]
+    parameters = [*conv.parameters(), *norm.parameters()]
     for one, other in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (ours, plain)), strict=True):
         assert torch.allclose(one, other, rtol=1e-8, atol=1e-8)
     for part, (mean, variance) in zip(raw, norm.seen, strict=True):
@@ -84,47 +86,95 @@ def test_a_folded_convolution_is_convolution_batch_norm_relu(channels, scale):
         assert torch.allclose(variance, var)
 
 
+def test_patches_are_what_unfold_finds():
+    conv, x = nn.Conv2d(2, 1, (3, 2), stride=(2, 3), padding=(1, 2)), draw(4, 2, 7, 6).detach()
+    plain = F.unfold(x, (3, 2), stride=(2, 3), padding=(1, 2)).view(4, 12, 4, 3).permute(1, 2, 0, 3)
+    assert torch.equal(patches(x, conv)[:-1], plain)
+    assert torch.equal(patches(x, conv, next_stride=2)[:-1], plain[:, [0, 2, 1, 3]])
+    assert bool((patches(x, conv)[-1] == 1).all())
+
+
 # ------------------------------------------------------------------------------------- strides
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_rows_and_images(stride):
+    x = draw(2, 3, 7, 4).detach()
+    rows = to_rows(x, stride)
+    assert rows.shape == (7, 2, 4, 3)
+    assert torch.equal(to_images(rows, stride), x)
+    assert torch.equal(rows[1], x[:, :, stride].permute(0, 2, 1))
+
+
+def plain_layer(x: Tensor, conv: nn.Conv2d, norm: BatchNorm) -> Tensor:
+    weight = torch.ones(conv.out_channels) if norm.weight is None else norm.weight
+    raw = conv(x).split(SIZES)
+    return torch.cat([F.batch_norm(part, None, None, weight, norm.bias, True, 0.0, norm.eps) for part in raw]).relu()
+
+
+def our_layer(x: Tensor, conv: nn.Conv2d, norm: BatchNorm, next_stride: int = 1) -> Tensor:
+    return to_images(layer(to_rows(x, conv.stride[0]), conv, norm, Sets(SIZES), next_stride), next_stride)
 
 
 @pytest.mark.parametrize(
     ("size", "stride", "padding"), [(3, 2, 1), (3, 2, 0), (3, 3, 1), (2, 2, 0), (5, 2, 2), (4, 3, 2), (3, 2, 2)]
 )
-@pytest.mark.parametrize("shape", [(4, 4), (7, 7), (9, 6), (14, 5)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_gradients_of_a_convolution_with_stride(size, stride, padding, shape, layout):
-    layer = nn.Conv2d(16, 17, size, stride=stride, padding=padding, bias=False).to(memory_format=layout)
-    x = draw(3, 16, *shape).detach().contiguous(memory_format=layout).requires_grad_()
-    assert applies(layer, x)
-    ours, plain = convolve(x, layer), layer(x)
-    assert torch.equal(ours, plain)
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (x, layer.weight)) for y in (ours, plain)), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("shape", [(5, 5), (7, 7), (9, 6), (14, 5)])
+@pytest.mark.parametrize("next_stride", [1, 2, 3])
+def test_a_layer_with_stride_is_convolution_batch_norm_relu(size, stride, padding, shape, next_stride):
+    conv = nn.Conv2d(16, 17, size, stride=stride, padding=padding, bias=False)
+    norm = BatchNorm(17, scale=next_stride == 2)
+    nn.init.normal_(norm.bias)
+    norm.seen = []
+    x = draw(5, 16, *shape)
+    assert applies(conv, x.device)
+    ours, plain = our_layer(x, conv, norm, next_stride), plain_layer(x, conv, norm)
+    assert torch.allclose(ours, plain, rtol=1e-12, atol=1e-12)
+    inputs = [x, conv.weight, *norm.parameters()]
+    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), inputs) for y in (ours, plain)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-11, atol=1e-11)
+    for part, (mean, variance) in zip(conv(x).split(SIZES), norm.seen, strict=True):
+        var, expected = torch.var_mean(part, (0, 2, 3), correction=0)
+        assert torch.allclose(mean, expected)
+        assert torch.allclose(variance, var)
 
 
-def test_only_the_gradients_that_are_asked_for():
-    layer = nn.Conv2d(16, 16, 3, stride=2, bias=False)
-    x = draw(2, 16, 5, 5)
-    layer.weight.requires_grad_(False)
-    (of_x,) = torch.autograd.grad(convolve(x, layer).sum(), x)
-    assert torch.allclose(of_x, torch.autograd.grad(layer(x).sum(), x)[0])
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_only_the_gradients_that_are_asked_for(wanted):
+    conv, norm, x = nn.Conv2d(16, 16, 3, stride=2, bias=False), BatchNorm(16), draw(5, 16, 5, 5).detach()
+    x.requires_grad_(wanted[0])
+    conv.weight.requires_grad_(wanted[1])
+    leaf = x if wanted[0] else conv.weight
+    ours, plain = (torch.autograd.grad(make(x, conv, norm).sin().sum(), leaf)[0] for make in (our_layer, plain_layer))
+    assert torch.allclose(ours, plain, rtol=1e-11, atol=1e-12)
 
 
-def test_a_convolution_with_stride_is_differentiable_twice():
-    layer = nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False)
+def test_a_layer_with_stride_is_differentiable_twice():
+    conv, norm = nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False), BatchNorm(16)
     mix, unmix = draw(2, 16).detach() / 4, draw(16, 2).detach() / 4
 
     def narrow(x: Tensor) -> Tensor:
         """Two channels, so that finite differences are cheap."""
         wide = torch.einsum("nchw,cd->ndhw", x, mix)
-        return torch.einsum("nchw,cd->ndhw", convolve(wide, layer), unmix).sin()
+        return torch.einsum("nchw,cd->ndhw", our_layer(wide, conv, norm), unmix).sin()
 
-    assert gradcheck(narrow, draw(2, 2, 4, 3))
-    assert gradgradcheck(narrow, draw(2, 2, 4, 3))
+    assert gradcheck(narrow, draw(5, 2, 4, 3))
+    assert gradgradcheck(narrow, draw(5, 2, 4, 3))
+
+
+def test_a_gradient_may_come_as_a_view():
+    conv, norm, x = nn.Conv2d(16, 16, 3, stride=2, padding=1, bias=False), BatchNorm(16), draw(5, 16, 6, 6)
+
+    def slope(make):
+        twice = torch.stack([x, 2 * x])[1]  # begins in the middle of its storage
+        return torch.autograd.grad(make(twice, conv, norm)[..., 1:].sum(), x)[0]
+
+    ours, plain = slope(our_layer), slope(plain_layer)
+    assert torch.allclose(ours, plain, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "layer",
+    "conv",
     [
         nn.Conv2d(16, 16, 3),
         nn.Conv2d(16, 16, 3, stride=2, bias=True),
@@ -136,8 +186,8 @@ def test_a_convolution_with_stride_is_differentiable_twice():
         nn.Conv2d(16, 16, 1, stride=2, bias=False),
     ],
 )
-def test_other_convolutions_are_left_to_torch(layer):
-    assert not applies(layer, torch.zeros(1, 16, 5, 5))
+def test_other_convolutions_are_left_to_torch(conv):
+    assert not applies(conv, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------- memory

@@ -217,8 +217,8 @@ def test_certificates_hold_with_an_l2_term_and_say_what_is_missing_without(world
     # The bound against the truth: the same steps, many more of them.
     stream = episodes(settings, open_data(settings), "test")
     (images, labels), (queries, answers) = (lambda task: (task.train, task.val))(stream.batch([0]))
-    sets = learner.represent_sets(learner.lam, images[0], queries[0], training=False)
-    support, query = (part.double() for part in learner.scaled([sets], 3))
+    features = learner.represent_episodes(learner.lam, images, queries, 3, training=False)
+    support, query = (part.double() for part in features)
     problem, w = learner.problem(1, 3), torch.zeros(1, learner.features, 3, dtype=torch.float64)
     for t in range(2000):
         w = learner.dynamics.step(lambda v: problem.inner(v, None, (support, labels)), w, (), t)[0].detach()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,19 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
 from bilevel.meta.classifier import FewShotClassifier
+from bilevel.meta.representation import Representation
 from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
 from bilevel.models import build, heads
 from bilevel.models._allocator import keep_freed_memory
-from bilevel.models._blocks import Each, per_image
-from bilevel.models.batch_norm import MODES, BatchNorm, Mode, converted, layers, using
+from bilevel.models.batch_norm import MODES, BatchNorm, Mode
 from bilevel.problem import Problem, Task
+from bilevel.side_by_side import side_by_side
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
 
 Batch = tuple[Tensor, Tensor]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class HyperRepresentation:
@@ -84,12 +87,11 @@ class HyperRepresentation:
         if not inner_lr > 0 or not l2 >= 0 or not step_bound >= 0:
             raise BilevelError(f"inner_lr={inner_lr} must be positive, l2={l2} and step_bound={step_bound} at least 0.")
         self.network = module if isinstance(module, str) else None
-        self.module = _frozen_copy(build(module, shape[0], seed) if isinstance(module, str) else module)
+        module = build(module, shape[0], seed) if isinstance(module, str) else module
+        self.representation = Representation(module, batch_norm)
         self.shape, self.steps, self.chunk = tuple(shape), steps, chunk
         self.inner_lr, self.step_bound, self.l2 = inner_lr, step_bound, l2
         self.method = method if method is not None else Reverse()
-        self.norms: dict[str, BatchNorm] = layers(self.module)
-        self.batch_norm = batch_norm
         self.lam = {name: value.detach().clone() for name, value in self.module.named_parameters()}
         if not self.lam:
             raise BilevelError("The module has no parameters, so there is no representation to learn.")
@@ -99,44 +101,32 @@ class HyperRepresentation:
     # ------------------------------------------------------------------------------------------- the problem
 
     @property
+    def module(self) -> nn.Module:
+        return self.representation.module
+
+    @property
+    def norms(self) -> dict[str, BatchNorm]:
+        return self.representation.norms
+
+    @property
+    def batch_norm(self) -> Mode:
+        return self.representation.batch_norm
+
+    @batch_norm.setter
+    def batch_norm(self, mode: Mode) -> None:
+        self.representation.batch_norm = mode
+
+    @property
     def dynamics(self) -> GradientDescent:
         return GradientDescent(self.inner_lr)
 
     def represent(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
         """h_λ of images, with the constant feature of the bias at the end."""
-        weight = next(iter(lam.values()))
-        features = torch.func.functional_call(self.module, lam, (images.to(weight),))
-        return heads.with_one(features)
+        return self.representation.here().features(lam, images)
 
     def represent_sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, training: bool) -> Batch:
         """The features of a support and a query set; batch norm decides what one may know of the other."""
-        if self.batch_norm == "support" and self.norms:
-            with using(self.norms, "keep"):
-                known = self.represent(lam, support)
-            with using(self.norms, "kept"):
-                return known, self.represent(lam, query)
-        if self.batch_norm == "running" and not training:
-            with using(self.norms, "running"):
-                return self.represent(lam, support), self.represent(lam, query)
-        if not per_image(self.module):
-            return self.represent(lam, support), self.represent(lam, query)
-        return self._represent_episodes(lam, support[None], query[None])[0]
-
-    def _represent_episodes(self, lam: dict[str, Tensor], images: Tensor, queries: Tensor) -> list[Batch]:
-        """`represent_sets` of stacked episodes, in training."""
-        if self.batch_norm == "support" or not per_image(self.module):
-            return [self.represent_sets(lam, *pair, training=True) for pair in zip(images, queries, strict=True)]
-        # Both sets together, because a convolution of a few images is far from as fast as one of many; and λ is put
-        # into the module once for all episodes.
-        named = {f"module.{name}": value for name, value in lam.items()}
-        # Where one tensor is both sets, its features are computed once.
-        parts = [images] if queries is images else [images, queries]
-        sizes = [part.shape[1] for part in parts]
-        stacks = torch.cat(parts, 1).to(next(iter(lam.values())))
-        with using(self.norms, "own", sizes):
-            features = heads.with_one(torch.func.functional_call(Each(self.module), named, (stacks,)))
-        sets = torch.split(features, sizes, 1)
-        return list(zip(sets[0], sets[-1], strict=True))
+        return self.representation.here().sets(lam, support, query, training=training)
 
     def scale(self, features: Tensor, ways: int) -> Tensor:
         """The factor on every episode's features that keeps the inner step short enough for them.
@@ -157,9 +147,13 @@ class HyperRepresentation:
             )
         return (room / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
 
-    def scaled(self, sets: list[Batch], ways: int) -> Batch:
-        """The features of several episodes, stacked, with their factors."""
-        support, query = (torch.stack(part) for part in zip(*sets, strict=True))
+    def represent_episodes(
+        self, lam: dict[str, Tensor], images: Tensor, queries: Tensor, ways: int, *, training: bool
+    ) -> Batch:
+        """The features of stacked episodes, with their factors."""
+        support, query = self.representation.here().episodes(lam, images, queries, training=training)
+        if not self.step_bound:
+            return support, query
         scale = self.scale(support, ways)
         return support * scale, query * scale
 
@@ -177,8 +171,7 @@ class HyperRepresentation:
 
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
-            sets = self._represent_episodes(lam, images, queries)
-            support, query = self.scaled(sets, ways)
+            support, query = self.represent_episodes(lam, images, queries, ways, training=True)
             return Task((support, labels), (query, answers))
 
         def inner(w: Tensor, lam: Any, batch: Batch) -> Tensor:
@@ -207,7 +200,7 @@ class HyperRepresentation:
 
     def to(self, device: torch.device | str) -> HyperRepresentation:
         """Move the learner there; episodes follow it. Returns the learner itself."""
-        self.module.to(device)
+        self.representation.to(device)
         self.lam = {name: value.to(device) for name, value in self.lam.items()}
         return self
 
@@ -302,28 +295,51 @@ class HyperRepresentation:
     def hypergradient(self, episodes: Task | Sequence[Task]) -> tuple[Tensor, dict[str, Tensor]]:
         """f_T(λ) and ∇f_T(λ), means over the episodes: stacked tensors (`Episodes.batch`) or a list of tasks."""
         keep_freed_memory()
-        sets = (images, labels), (queries, _) = self._here(episodes)
-        value, total = next(iter(self.lam.values())).new_zeros(()), None
-        known, asked = (list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in sets)
-        for train, val in zip(known, known if queries is images else asked, strict=True):
-            task = Task(train, val)
-            result = hypergradient(
-                self.problem(len(train[0]), int(labels.max()) + 1),
-                self.lam,
-                task,
-                dynamics=self.dynamics,
-                steps=self.steps,
-                method=self.method,
-            )
-            share = len(train[0]) / len(images)
-            value = value + share * result.value
+        chunks = self._chunks(episodes)
+        count, total = sum(len(chunk.train[0]) for chunk in chunks), None
+        value = next(iter(self.lam.values())).new_zeros(())
+        for chunk, (one, grads) in zip(chunks, self.each(self._of_chunk, chunks), strict=True):
+            share = len(chunk.train[0]) / count
+            value = value + share * one
             if total is None:
-                total = {name: share * g for name, g in result.grad.items()}
+                total = {name: share * g for name, g in grads.items()}
             else:
-                for name, g in result.grad.items():
+                for name, g in grads.items():
                     total[name].add_(g, alpha=share)
         assert total is not None
         return value, total
+
+    def _chunks(self, episodes: Task | Sequence[Task]) -> list[Task]:
+        known, asked = self._here(episodes)
+        parts = [list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in (known, asked)]
+        # Where one tensor is both sets it stays one.
+        return [Task(*pair) for pair in zip(parts[0], parts[0] if asked[0] is known[0] else parts[1], strict=True)]
+
+    def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterable[Result]:
+        """work(item) of every item, which may use this learner, on all of torch's threads if that is possible."""
+        return map(work, items) if self.alone() else side_by_side(work, items)
+
+    def alone(self) -> bool:
+        """Whether one thread at a time uses it: a graphics card needs no more, and averages are noted in order."""
+        return self.batch_norm == "running" or next(iter(self.lam.values())).device.type != "cpu"
+
+    def _of_chunk(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
+        (images, labels), (queries, answers) = task.train, task.val
+        ways = int(labels.max()) + 1
+        # With few examples the steps and their adjoint are written out by hand.
+        if type(self.method) is Reverse and images.shape[1] <= self.features and queries is not images:
+            lam = {name: value.detach().requires_grad_() for name, value in self.lam.items()}
+            features = self.represent_episodes(lam, images, queries, ways, training=True)
+            descent = heads.Descent(self.steps, self.inner_lr, self.l2)
+            known, asked = (x.detach() for x in features)
+            value, *back = descent.outer(known, labels, asked, answers, ways)
+            grads = torch.autograd.grad(features, list(lam.values()), back, allow_unused=True)
+            if torch.isfinite(value) and all(g is not None for g in grads):
+                return value, dict(zip(lam, grads, strict=True))
+        # What is wrong is said by the engine.
+        problem = self.problem(len(images), ways)
+        result = hypergradient(problem, self.lam, task, dynamics=self.dynamics, steps=self.steps, method=self.method)
+        return result.value, result.grad
 
     def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
         """A classifier from a few labelled images, by the T steps that the representation was learned for.
@@ -335,17 +351,18 @@ class HyperRepresentation:
         """
         return FewShotClassifier(self, images, labels, steps)
 
-    @torch.no_grad()
     def accuracies(self, episodes: Task | Sequence[Task], steps: int) -> Tensor:
         """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
-        (images, labels), (queries, answers) = self._here(episodes)
-        sets = [self.represent_sets(self.lam, *pair, training=False) for pair in zip(images, queries, strict=True)]
+        keep_freed_memory()
+        return torch.cat(list(self.each(partial(self._accuracies, steps=steps), self._chunks(episodes))))
+
+    @torch.no_grad()
+    def _accuracies(self, task: Task, steps: int) -> Tensor:
+        (images, labels), (queries, answers) = task.train, task.val
         ways = int(labels.max()) + 1
-        support, query = self.scaled(sets, ways)
-        columns = []
-        for w in self.iterates(support, labels, ways, steps):
-            columns.append(heads.accuracy(w, query, answers))
-        return torch.stack(columns, 1)
+        support, query = self.represent_episodes(self.lam, images, queries, ways, training=False)
+        iterates = self.iterates(support, labels, ways, steps)
+        return torch.stack([heads.accuracy(w, query, answers) for w in iterates], 1)
 
     @torch.no_grad()
     def iterates(self, features: Tensor, labels: Tensor, ways: int, steps: int) -> Any:
@@ -366,8 +383,3 @@ class HyperRepresentation:
                 "End it with nn.Flatten()."
             )
         return features.shape[1] + 1  # the constant of the bias
-
-
-def _frozen_copy(module: nn.Module) -> nn.Module:
-    ours = converted(copy.deepcopy(module)).eval().requires_grad_(False)
-    return ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

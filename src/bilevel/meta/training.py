@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
@@ -22,6 +23,7 @@ from bilevel.meta.settings import Settings
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
 from bilevel.problem import Task
+from bilevel.side_by_side import one_thread
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 from bilevel.training.stopping import StopRequest
@@ -123,7 +125,7 @@ class FewShotTraining:
         mine = self.world.share(groups)
         total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
         # Group by group and in their order, so that the sum does not depend on who computed which.
-        for row in self.world.gather(map(self._sum, mine), len(groups), like=total):
+        for row in self.world.gather(self.learner.each(self._sum, mine), len(groups), like=total):
             total += row
         self._update(total / settings.meta_batch, iteration)
         seconds = time.perf_counter() - began
@@ -215,25 +217,27 @@ class FewShotTraining:
     def estimate(self) -> Estimate:
         """Time and memory, measured on one group of episodes; nothing is learned from it."""
         settings, groups = self.settings, self._groups(1)
-        batch, one = self._episodes(groups[0]), self.val.batch([0])
+        batch, looked = self._episodes(groups[0]), self.val.batch(range(self.learner.chunk))
         kept: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            self.learner.hypergradient(batch)
-        step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(len(groups) / self.world.size)
-        look = _seconds(lambda: self.learner.accuracies(one, settings.steps))
+        side_by_side = self.world.size * (1 if self.learner.alone() else torch.get_num_threads())
+        with one_thread() if side_by_side > self.world.size else nullcontext():
+            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                self.learner.hypergradient(batch)
+            step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(len(groups) / side_by_side)
+            look = _seconds(lambda: self.learner.accuracies(looked, settings.steps)) / self.learner.chunk
         weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
         copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, its gradient, Adam's; what is gathered
-        images = min(GROUP, settings.validation_episodes) * (one.train[0].nbytes + one.val[0].nbytes)
+        images = GROUP * (looked.train[0].nbytes + looked.val[0].nbytes) // self.learner.chunk
         return Estimate(
             seconds=step,
-            validation_seconds=look * settings.validation_episodes / self.world.size,
+            validation_seconds=look * settings.validation_episodes / side_by_side,
             # Going back needs about as much as was kept on the way, and episodes are cut from a copy of their images.
-            bytes=2 * sum(kept.values()) + copies * weights + 2 * images,
+            bytes=2 * sum(kept.values()) * (side_by_side // self.world.size) + copies * weights + 2 * images,
         )
 
 

@@ -7,7 +7,7 @@ import os
 from functools import lru_cache
 
 # malloc.h's names.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 # What may stay; the second is the largest that older versions of glibc accept.
 SIZES = 1 << 30, 32 << 20
 
@@ -29,4 +29,6 @@ def keep_freed_memory() -> bool:
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False
+    # Other threads' arenas are cut into heaps that are returned whenever they are empty; let all use the first.
+    mallopt(ARENA_MAX, 1)
     return any(mallopt(MMAP_THRESHOLD, size) and mallopt(TRIM_THRESHOLD, size) for size in SIZES)

@@ -31,11 +31,6 @@ def normalise(
     return _Normalise.apply(x, weight, bias, eps, tuple(sizes), rectify)  # type: ignore[no-untyped-call]
 
 
-def rectified_products(weights: Tensor, columns: Tensor, sizes: Sequence[int]) -> Tensor:
-    """max(0, xᵀW_k) for the columns x of every set k: columns × outputs, with weights sets × inputs × outputs."""
-    return _RectifiedProducts.apply(weights, columns, tuple(sizes))  # type: ignore[no-untyped-call]
-
-
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,30 +69,6 @@ class _Normalise(torch.autograd.Function):
             of_weight += two
             of_bias += three
         return of_x, of_weight, of_bias, None, None, None
-
-
-class _RectifiedProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, columns: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        y = columns.new_empty((columns.shape[1], weights.shape[2]))
-        for k, part in _parts(sizes):
-            torch.mm(columns[:, part].t(), weights[k], out=y[part])
-        y.relu_()
-        ctx.save_for_backward(weights, columns, y)
-        ctx.sizes = sizes
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
-        weights, columns, y = ctx.saved_tensors
-        if torch.is_grad_enabled():
-
-            def plain(weights: Tensor) -> Tensor:
-                return torch.cat([columns[:, part].t() @ weights[k] for k, part in _parts(ctx.sizes)]).relu()
-
-            return *with_graph(plain, (weights,), g), None, None
-        g = aten.threshold_backward(g, y, 0)
-        return torch.stack([columns[:, part] @ g[part] for _, part in _parts(ctx.sizes)]), None, None
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:

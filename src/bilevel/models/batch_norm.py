@@ -70,13 +70,13 @@ class BatchNorm(nn.Module):
         weight = self._ones if self.weight is None and self.bias is not None else self.weight
         if self.by == "running":
             return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, False, 0.0, self.eps)
-        _refuse_single_values(x, len(x))
+        refuse_single_values(x[:, 0].numel())
         return F.batch_norm(x, None, None, weight, self.bias, True, 0.0, self.eps)
 
     def normalised(self, x: Tensor, rectify: bool = False) -> Tensor:
         """Each of the sets by its own statistics; with `rectify`, a ReLU after it."""
         assert self.sizes is not None
-        _refuse_single_values(x, min(self.sizes))
+        refuse_single_values(min(self.sizes) * x[0, 0].numel())
         y, means, scales = normalise(x, self.weight, self.bias, self.eps, self.sizes, rectify)
         self.note(means, scales**-2 - self.eps)
         return y
@@ -105,8 +105,9 @@ def statistics(x: Tensor) -> Statistics:
     return mean.flatten(), (x - mean).square().mean(axes)
 
 
-def _refuse_single_values(x: Tensor, smallest: int) -> None:
-    if smallest * x[0, 0].numel() == 1:
+def refuse_single_values(count: int) -> None:
+    """Refuse to normalise a set by itself if it has a single value of every channel."""
+    if count == 1:
         raise BilevelError(
             "One value per channel has no statistics of its own, so a single image of this size cannot be normalised "
             "by its own set. Pass more images at a time, or use batch_norm='support'."

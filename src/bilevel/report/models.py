@@ -176,8 +176,8 @@ def _certificate(trained: Trained, data: ImageDataset, number: int) -> tuple[Cer
         episodes(settings, data, "test").batch([number])
     )
     with torch.no_grad():
-        sets = learner.represent_sets(learner.lam, images[0], queries[0], training=False)
-        support, query = (part.double() for part in learner.scaled([sets], settings.ways))
+        features = learner.represent_episodes(learner.lam, images, queries, settings.ways, training=False)
+        support, query = (part.double() for part in features)
     whole = learner.problem(1, settings.ways)
     fixed = Problem(whole.inner, whole.outer, whole.init)
     lam = {"features are fixed": support.new_zeros(())}

@@ -1,0 +1,107 @@
+"""h_λ: a module whose weights are λ, and what its batch norms normalise by."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.models import heads
+from bilevel.models._blocks import per_image
+from bilevel.models.batch_norm import BatchNorm, Mode, converted, layers, using
+
+# Pictures that pass through the network together, whole episodes of them. More of them make larger matrix products;
+# too many leave the processor's cache.
+TOGETHER_BYTES = 1024**2
+
+
+class Representation:
+    """Features of images for given weights, with the constant feature of the bias at the end.
+
+    Args:
+        module: from images N×C×H×W to features N×F; it is copied, and runs as in evaluation except for batch norm.
+        batch_norm: see `bilevel.models.batch_norm.MEANING`.
+    """
+
+    def __init__(self, module: nn.Module, batch_norm: Mode) -> None:
+        ours = converted(copy.deepcopy(module)).eval().requires_grad_(False)
+        self.module: nn.Module = ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.norms: dict[str, BatchNorm] = layers(self.module)
+        self.batch_norm = batch_norm
+        self._forget_copies()
+
+    def features(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
+        """h_λ of images."""
+        weight = next(iter(lam.values()))
+        return heads.with_one(torch.func.functional_call(self.module, lam, (images.to(weight),)))
+
+    def sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+        """The features of a support and a query set; batch norm decides what one may know of the other."""
+        if self.batch_norm == "support" and self.norms:
+            with using(self.norms, "keep"):
+                known = self.features(lam, support)
+            with using(self.norms, "kept"):
+                return known, self.features(lam, query)
+        if self.batch_norm == "running" and not training:
+            with using(self.norms, "running"):
+                return self.features(lam, support), self.features(lam, query)
+        if per_image(self.module):
+            known, asked = self.episodes(lam, support[None], query[None], training=training)
+            return known[0], asked[0]
+        return self.features(lam, support), self.features(lam, query)
+
+    def episodes(
+        self, lam: dict[str, Tensor], images: Tensor, queries: Tensor, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`sets` of stacked episodes, stacked."""
+        alone = self.batch_norm == "support" or (self.batch_norm == "running" and not training)
+        if alone or not per_image(self.module):
+            pairs = (self.sets(lam, *pair, training=training) for pair in zip(images, queries, strict=True))
+            support, query = (torch.stack(part) for part in zip(*pairs, strict=True))
+            return support, query
+        # Both sets together, because a convolution of a few images is far from as fast as one of many. Where one tensor
+        # is both sets, its features are computed once.
+        parts = [images] if queries is images else [images, queries]
+        sizes = [part.shape[1] for part in parts]
+        stacks = torch.cat(parts, 1)
+        features = []
+        for group in torch.split(stacks, max(1, TOGETHER_BYTES // max(1, stacks[0].nbytes))):
+            with using(self.norms, "own", sizes * len(group)):
+                features.append(self.features(lam, group.flatten(0, 1)).view(*group.shape[:2], -1))
+        found = torch.split(torch.cat(features), sizes, 1)
+        return found[0], found[-1]
+
+    # ------------------------------------------------------------------------------------------- threads
+
+    def here(self) -> Representation:
+        """Itself, or a copy for another thread than the one that made it: modules cannot be used by two at a time."""
+        if threading.get_ident() == self._owner:
+            return self
+        if not hasattr(self._copies, "mine"):
+            mine = copy.copy(self)
+            # The averages stay shared, because they change.
+            shared = {id(buffer): buffer for buffer in self.module.buffers()}
+            mine.module = copy.deepcopy(self.module, shared)
+            mine.norms = layers(mine.module)
+            mine._owner = threading.get_ident()
+            self._copies.mine = mine
+        found: Representation = self._copies.mine
+        found.batch_norm = self.batch_norm
+        return found
+
+    def to(self, device: torch.device | str) -> None:
+        self.module.to(device)
+        self._forget_copies()
+
+    def _forget_copies(self) -> None:
+        self._owner, self._copies = threading.get_ident(), threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_owner", "_copies")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_copies()
