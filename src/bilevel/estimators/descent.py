@@ -22,6 +22,8 @@ TETHERS = (math.inf, 3.0, 1.0, 0.5, 0.25, 0.1)
 # nothing to train on once a third part is set aside.
 UNCHOSEN = 1.0
 PLENTY = 50
+# The accuracy of hypergradients where points are only compared, not approached.
+ROUGH = 0.03
 
 
 @dataclass
@@ -68,10 +70,10 @@ class Descent:
 
     def value(self, lam: Array) -> float:
         """f at λ, to about three digits."""
-        return self.criterion.evaluate(self.grouping.spread(lam), 0.03).value
+        return self._evaluate(lam, ROUGH).value
 
-    def _evaluate(self, lam: Array) -> Evaluation:
-        return self.criterion.evaluate(self.grouping.spread(lam), self.accuracy)
+    def _evaluate(self, lam: Array, accuracy: float) -> Evaluation:
+        return self.criterion.evaluate(self.grouping.spread(lam), accuracy)
 
     def shared(self, record: Record) -> tuple[Array, float]:
         """The best λ with all entries equal, and f there: a coarse grid, then descent from its best point."""
@@ -111,7 +113,7 @@ class Descent:
 
         def objective(x: Array) -> tuple[float, Array]:
             lam = np.full(self.grouping.count, x[0]) if tied else x
-            found = self._evaluate(lam)
+            found = self._evaluate(lam, self.accuracy)
             slope = self.grouping.gather(found.gradient)
             if tied:
                 slope = slope.sum(keepdims=True)
@@ -147,10 +149,10 @@ class Descent:
         Where noise is small the best penalties are tiny, and there none makes a difference to f: gradients vanish, also
         those of features that should go. Higher up they do not.
         """
-        here = self._evaluate(lam)
+        here = self._evaluate(lam, ROUGH)
         limit = 1.02 * here.value
         while lam.max() + 2 < self.box[1]:
-            above = self._evaluate(lam + 2)
+            above = self._evaluate(lam + 2, ROUGH)
             if above.value > limit or np.linalg.norm(above.gradient) <= np.linalg.norm(here.gradient):
                 break
             lam, here = lam + 2, above

@@ -31,7 +31,7 @@ from bilevel.problem import Problem, Task
 
 SWEEPS = 12
 # The accuracy at which w is left to the certificate.
-NEXT_DOOR = 1e-11
+NEXT_DOOR = 1e-10
 # Rows of X that are weighted at once.
 BLOCK = 2_000
 
@@ -196,8 +196,6 @@ class GramCriterion(NewtonCriterion):
 
     def bilevel_problem(self, log_alpha: Array) -> tuple[Problem, Any, Task, Any, dict[str, Any]]:
         """With a bound on μ: the Hessians of the cells, shrunk to where no row's curvature is smaller than assumed."""
-        self.evaluate(log_alpha)
-        self._take_hessians()
         self.evaluate(log_alpha, NEXT_DOOR)
         problem, task = self.linear.for_engine()
         told: dict[str, Any] = {"products": 30}

@@ -19,7 +19,7 @@ from bilevel.methods.process import Process
 from bilevel.trees import Tree
 
 # A distance from the minimiser, relative to ‖w‖, that is not worth another Newton step.
-NEXT_DOOR = 1e-9
+NEXT_DOOR = 1e-7
 
 
 def near_minimiser(process: Process, w: Tree, t: int, mu: float, nu: float) -> NearMinimiser:
@@ -84,7 +84,7 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
 
     slope, operator = hessian(outer, u)
     # Its part in the bounds is of second order in a radius that is tiny, so a rough one will do.
-    spectrum = lanczos(operator, slope, 10)
+    spectrum = lanczos(operator, slope, 5)
     curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
     with torch.no_grad():
         value = float(outer(u))
