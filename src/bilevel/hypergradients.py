@@ -69,8 +69,12 @@ def hypergradient(
     >>> round(float(hg.value), 6), round(float(hg.grad), 6)
     (0.25, 0.5)
     """
-    tasks = check_arguments(problem, lam, task, steps)
     chosen = _as_method(method)
+    if chosen is not None and start is None and isinstance(task, Task):
+        recalled = chosen.recall(problem, lam, task, dynamics, steps, allow_unused)
+        if recalled is not None:
+            return recalled
+    tasks = check_arguments(problem, lam, task, steps)
     starts = _one_each(start, tasks, task, "start")
     adjoints = _one_each(adjoint, tasks, task, "adjoint")
     results = [

@@ -44,7 +44,8 @@ def traced_only(monkeypatch):
 
     def trace(function, inputs, instead):
         calls.append(function)
-        return make_fx(function)(*(x.detach().clone() for x in inputs))
+        traced = make_fx(function)(*(x.detach().clone() for x in inputs))
+        return torch.no_grad()(lambda *args: traced(*args))
 
     monkeypatch.setattr(spectral_compiled, "compile_function", trace)
     return calls
@@ -221,3 +222,87 @@ class TestWatch:
         assert watch.complete and watch.unchanged()
         monkeypatch.setitem(globals(), "abs", math.sqrt)
         assert not watch.unchanged()
+
+
+class TestTheShortWay:
+    """A call like an earlier one skips the checks and gives what the long way gives."""
+
+    @pytest.fixture
+    def only_the_short_way(self, traced_only, monkeypatch):
+        problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum()), torch.linspace(-1, 0.5, 4)
+        ask(problem, lam)
+
+        def long_way(*_):
+            raise AssertionError("the long way")
+
+        monkeypatch.setattr("bilevel.hypergradients.check_arguments", long_way)
+        return problem, lam
+
+    def test_what_it_serves(self, only_the_short_way, monkeypatch):
+        problem, lam = only_the_short_way
+        task, other = data(), data()
+        task.train[0].mul_(2.0)
+        other.val[1].requires_grad_()
+        cases = [
+            {"lam": lam + 1.0},
+            {"lam": lam, "task": task},
+            {"lam": lam.clone().requires_grad_(), "task": other},
+            {"lam": lam, "dynamics": bl.GradientDescent(0.01)},
+        ]
+        found = [ask(problem, **case) for case in cases]
+        monkeypatch.undo()
+        for grad, case in zip(found, cases, strict=True):
+            assert not grad.requires_grad
+            assert relative_error(grad, ask(problem, compiled=False, **case)) < 1e-10
+
+    def test_what_it_leaves_to_the_long_way(self, only_the_short_way):
+        problem, lam = only_the_short_way
+        x, y = data().train
+        for changes in (
+            {"steps": 31},
+            {"steps": True},
+            {"lam": [lam]},
+            {"lam": lam.float()},
+            {"lam": lam * math.nan},
+            {"task": bl.Task((x[:5], y[:5]), (x, y))},
+            {"task": bl.Task((x * math.inf, y), (x, y))},
+            {"dynamics": bl.HeavyBall(0.05, 0.5)},
+            {"dynamics": lambda lam: bl.GradientDescent(0.05)},
+            {"dynamics": bl.GradientDescent(lambda t: 0.05)},
+            {"start": torch.zeros(4)},
+            {"allow_unused": True},
+            {"dynamics": bl.GradientDescent(1e9), "steps": 30},
+        ):
+            with pytest.raises(AssertionError, match="the long way"):
+                ask(problem, **{"lam": lam, **changes})
+        with torch.inference_mode(), pytest.raises(AssertionError, match="the long way"):
+            ask(problem, lam)
+
+    def test_an_init_that_changes(self, traced_only):
+        begin = torch.full((4,), 0.2)
+        problem = ridge(lambda w, lam: (lam.exp() * w**2).sum(), lambda lam: begin + 0 if follow else begin * lam.sum())
+        lam = torch.linspace(-1, 0.5, 4)
+        for follow in (True, True, False, True):  # noqa: B007 - init reads it
+            begin = begin + 1
+            assert relative_error(ask(problem, lam), ask(problem, lam, compiled=False)) < 1e-10
+
+    def test_an_objective_that_is_quadratic_in_places(self, traced_only):
+        problem = bl.Problem(
+            inner=lambda w, lam, b: (
+                torch.nn.functional.huber_loss(b[0] @ w, b[1], delta=10.0) + (lam.exp() * w**2).sum()
+            ),
+            outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+            init=lambda lam: torch.zeros(4),
+        )
+        (x, y), lam = data().train, torch.zeros(4)
+        ask(problem, lam)
+        with pytest.raises(bl.BilevelError, match="quadratic"):
+            ask(problem, lam, bl.Task((x, 9 * y), (x, y)), dynamics=bl.GradientDescent(0.3))
+
+    def test_its_costs_are_told(self, traced_only):
+        problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum()), torch.zeros(4)
+        settings = {"dynamics": bl.GradientDescent(0.05), "steps": 30, "method": bl.Spectral(compiled=True)}
+        first, second = (bl.hypergradient(problem, lam, data(), **settings) for _ in range(2))
+        assert second.stats == type(second.stats)(**{**vars(first.stats), "seconds": second.stats.seconds})
+        assert 0 < second.stats.seconds < first.stats.seconds
+        assert torch.equal(first.inner, second.inner) and second.t == first.t and second.state is None

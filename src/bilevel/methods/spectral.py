@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.dynamics import DynamicsLike
 from bilevel.errors import BilevelError
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Process
 from bilevel.methods.spectral_compiled import differentiate_compiled
 from bilevel.methods.spectral_gradients import Found, Start, differentiate, kept_bytes
 from bilevel.methods.spectral_quadratic import Layout, find_axis, tolerance_of
+from bilevel.methods.spectral_recall import recall, remember
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,14 @@ class Spectral(Method):
     def __call__(self, process: Process) -> Hypergradient:
         axis, bound = process.findings["spectral axis"], process.bound
         start = Start.of(bound)
+        code = None
         if self.compiled:
-            found = differentiate_compiled(process, start, axis)
+            found, code = differentiate_compiled(process, start, axis)
         else:
             found = differentiate(bound, process.variables, start, process.steps, axis)
         _refuse_unless_exact(found)
         layout = Layout(found.leaves, axis)
-        return self.result(
+        result = self.result(
             process,
             found.value,
             (start.spec.unflatten(found.leaves), ()),
@@ -83,6 +88,14 @@ class Spectral(Method):
             peak_memory=kept_bytes(layout, start, process.steps),
             products=layout.products,
         )
+        if code is not None:
+            remember(process, code, start, (self, process.allow_unused), result.stats)
+        return result
+
+    def recall(
+        self, problem: Problem, lam: Tree, task: Task, dynamics: DynamicsLike, steps: int, allow_unused: bool
+    ) -> Hypergradient | None:
+        return recall(problem, lam, task, dynamics, steps, (self, allow_unused)) if self.compiled else None
 
 
 def _refuse_unless_exact(found: Found) -> None:

@@ -27,7 +27,7 @@ class Code:
     watch: Watch
 
 
-def differentiate_compiled(process: Process, start: Start, axis: int | None) -> Found:
+def differentiate_compiled(process: Process, start: Start, axis: int | None) -> tuple[Found, Code]:
     """`differentiate` in one compiled function of λ, w_0, the settings and the data.
 
     Only the two objectives are compiled. What init and the dynamics make of λ is an input, computed at every call.
@@ -40,9 +40,9 @@ def differentiate_compiled(process: Process, start: Start, axis: int | None) -> 
     for _ in range(2):
         code = build_once(process, key, inputs, lambda: _compile(process, start, axis, live, inputs))
         if code.watch.unchanged():
-            found, point, values = _run(code, inputs, start)
+            found, point, values = run_code(code, inputs, start)
             if code.watch.complete or all(map(_agree, values, _values(process.bound, start, point))):
-                return found
+                return found, code
         forget(process, key, inputs)
     raise BilevelError(
         "inner or outer gave another number than the code that was compiled from it a moment ago, so it is not a pure "
@@ -73,7 +73,8 @@ def _compile(process: Process, start: Start, axis: int | None, live: bool, input
     return Code(compile_function(function, inputs, "Spectral() without `compiled`"), reached, live, watch)
 
 
-def _run(code: Code, inputs: list[Tensor], start: Start) -> tuple[Found, list[Tensor], list[Tensor]]:
+def run_code(code: Code, inputs: list[Tensor], start: Start) -> tuple[Found, list[Tensor], list[Tensor]]:
+    """What the code finds; where the objectives cannot be watched, also a point and their values there."""
     results = iter(code.kernel(*inputs))
     value, misfit = next(results), next(results)
     leaves = [next(results) for _ in start.leaves]

@@ -69,16 +69,16 @@ def differentiate(bound: Bound, variables: list[Tensor], start: Start, steps: in
     """f_T and its derivatives from one quadratic; those through w_0 and the settings are left to the start."""
     layout, loss, spec = Layout(start.leaves, axis), bound.loss(1), start.spec
     quadratic = Quadratic.of(loss, spec, layout)
-    with torch.no_grad():
-        result = _run(quadratic, layout.pack(start.leaves), [x.detach() for x in start.settings], steps)
+    result, vector = _run(quadratic, [x.detach() for x in start.settings], steps)
     points = layout.unpack(result.w)
     misfit = quadratic.misfit(loss, spec, layout, result.w)
     value, alpha, direct, _ = outer_gradients(bound, variables, (spec.unflatten(points), ()))
 
     cotangent = layout.pack([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=True)])
-    matrix, target, w0, *settings = result.pull_back(cotangent, start.learned)
-    heads = [(quadratic.matrix, matrix), (quadratic.target, target)]
+    pulled = result.pull_back(cotangent, start.learned)
+    heads = zip([quadratic.matrix, vector], pulled, strict=False)
     gradients = add_pulled(direct, [(h, g) for h, g in heads if h.requires_grad], variables)
+    w0, *settings = pulled[2:]
     return Found(value, points, misfit, gradients, [*layout.unpack(w0), *settings[: len(start.settings)]])
 
 
@@ -91,12 +91,14 @@ def add_pulled(gradients: Gradients, heads: Sequence[tuple[Tensor, Tensor]], var
     return [accumulate(g, part) for g, part in zip(gradients, parts, strict=True)]
 
 
-def _run(quadratic: Quadratic, w0: Tensor, settings: list[Tensor], steps: int) -> SpectralIterate | KrylovIterate:
-    plain = len(settings) == 1
+def _run(quadratic: Quadratic, settings: list[Tensor], steps: int) -> tuple[SpectralIterate | KrylovIterate, Tensor]:
+    """w_T, and the vector that it is a function of besides A: g in a short run, b in a long one."""
+    matrix, w0 = quadratic.matrix.detach(), quadratic.start
     if _is_short(w0.shape[1], settings, steps):
-        return iterate_all(quadratic.matrix, quadratic.target, w0, settings[0], steps)
+        return iterate_all(matrix, quadratic.slope.detach(), w0, settings[0], steps), quadratic.slope
+    plain, target = len(settings) == 1, quadratic.target()
     momentum = torch.zeros_like(settings[0]) if plain else settings[1]
-    return iterate(quadratic.matrix, quadratic.target, w0, settings[0], momentum, steps, plain)
+    return iterate(matrix, target.detach(), w0, settings[0], momentum, steps, plain), target
 
 
 def _is_short(width: int, settings: list[Tensor], steps: int) -> bool:

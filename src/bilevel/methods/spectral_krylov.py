@@ -1,8 +1,8 @@
 """The iterates of gradient descent on a quadratic, all T of them, in log T matrix products.
 
-With M = I − ηA the moves d_t = w_{t+1} − w_t are M^t d_0, and the adjoints of the iterates are M^{T−t} α. Both are rows
-of x, xM, xM², …, of which twice as many are known after each product with M, M², M⁴, … For few steps this is cheaper
-than decomposing A, and it needs no divided differences.
+Measured from w_0, where ∇L = g, the iterates are u_t = M u_{t−1} − ηg with M = I − ηA and u_0 = 0: sums of the moves
+−ηM^t g. Their adjoints are M^{T−t} α. Both are rows of x, xM, xM², …, of which twice as many are known after each
+product with M, M², M⁴, … For few steps this is cheaper than decomposing A, and it needs no divided differences.
 """
 
 from __future__ import annotations
@@ -15,43 +15,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KrylovIterate:
-    """w_T and what its adjoint needs; `before` holds w_0 … w_{T−1}, one row for each column of w."""
+    """w_T and what its adjoint needs; `shifts` holds u_1 … u_T, one row for each column of w."""
 
     w: Tensor
-    before: Tensor
+    shifts: Tensor
     powers: list[Tensor]
     matrix: Tensor
-    target: Tensor
+    slope: Tensor
     lr: Tensor
-    steps: int
 
     def pull_back(self, cotangent: Tensor, with_settings: bool) -> list[Tensor]:
-        """The cotangents of A, b and w_0, and of lr and momentum if asked for, from that of w_T."""
-        width = cotangent.shape[1]
-        adjoints = orbit(cotangent.T, self.powers, self.steps)
-        last = adjoints[-width:] @ self.powers[0]
-        ordered = adjoints.view(self.steps, width, -1)
-        total = ordered.sum(0).T
-        # Σ_t α_t ⊗ w_{t−1}, the cotangent of M.
-        outer = ordered.flip(0).reshape(adjoints.shape).T @ self.before
-        matrix = (outer + outer.T) * (self.lr * -0.5)
-        parts = [matrix, total * self.lr, last.T]
+        """The cotangents of A, g and w_0, and of lr if asked for, from that of w_T."""
+        steps, width, rows = self.shifts.shape
+        adjoints = orbit(cotangent.T, self.powers, steps).view(steps, width, rows)
+        total = adjoints.sum(0).T
+        # Σ_t α_t ⊗ u_{t−1}, the cotangent of M; u_0 is zero.
+        ordered = adjoints[:-1].flip(0).reshape(-1, rows)
+        outer = ordered.T @ self.shifts[:-1].reshape(-1, rows)
+        # g = A w_0 − b moves with w_0.
+        start = cotangent - self.matrix @ (total * self.lr)
+        parts = [(outer + outer.T) * (self.lr * -0.5), total * -self.lr, start]
         if with_settings:
-            parts += [(total * self.target).sum() - (outer * self.matrix).sum(), torch.zeros_like(self.lr)]
+            parts.append(-(outer * self.matrix).sum() - (total * self.slope).sum())
         return parts
 
 
-def iterate_all(matrix: Tensor, target: Tensor, start: Tensor, lr: Tensor, steps: int) -> KrylovIterate:
-    """w_T of T ≥ 1 steps of gradient descent on ½⟨w, A w⟩ − ⟨b, w⟩ from w_0, for every column of b and w_0."""
+def iterate_all(matrix: Tensor, slope: Tensor, start: Tensor, lr: Tensor, steps: int) -> KrylovIterate:
+    """w_T of T ≥ 1 steps of gradient descent from w_0, where the gradient is `slope`, for every column of w_0."""
     matrix = (matrix + matrix.T) / 2
     powers = [torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device) - matrix * lr]
     while 2 ** len(powers) < steps:
         powers.append(powers[-1] @ powers[-1])
-    moves = orbit((target - matrix @ start).T * lr, powers, steps)
-    width = start.shape[1]
-    points = torch.cat([start.T, moves]).view(steps + 1, width, -1).cumsum(0)
-    before = points[:-1].reshape(moves.shape)
-    return KrylovIterate(points[-1].T, before, powers, matrix, target, lr, steps)
+    shifts = orbit(slope.T * -lr, powers, steps).view(steps, start.shape[1], -1).cumsum(0)
+    return KrylovIterate(start + shifts[-1].T, shifts, powers, matrix, slope, lr)
 
 
 def orbit(rows: Tensor, powers: list[Tensor], steps: int) -> Tensor:

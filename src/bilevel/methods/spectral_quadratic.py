@@ -19,14 +19,16 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Quadratic:
-    """L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ + const, with w as a matrix: one column per independent problem."""
+    """L(w) = L(w_0) + ⟨g, w − w_0⟩ + ½⟨w − w_0, A (w − w_0)⟩, with w as a matrix: one column per independent
+    problem."""
 
     matrix: Tensor
-    target: Tensor
+    slope: Tensor
+    start: Tensor
 
     @staticmethod
     def of(loss: Callable[[Tree], Tensor], spec: trees.Spec, layout: Layout) -> Quadratic:
-        """A and b as differentiable functions of whatever the loss depends on."""
+        """A and g as differentiable functions of whatever the loss depends on."""
         # Taken at w_0, so that comparing gradients at w_T alone covers both ends of the run.
         points = [leaf.detach().requires_grad_() for leaf in layout.leaves]
         with torch.enable_grad():
@@ -37,16 +39,21 @@ class Quadratic:
             directions = layout.unpack(units.reshape(layout.rows, count, layout.width).transpose(0, 1))
             image = layout.pack(hessian_products(slope, points, directions), batched=True)
             matrix = image.transpose(0, 1).reshape(layout.rows, -1)[:, : layout.rows]
-            target = matrix @ layout.pack([point.detach() for point in points]) - layout.pack(slope)
-        return Quadratic(matrix, target)
+            return Quadratic(matrix, layout.pack(slope), layout.pack([leaf.detach() for leaf in layout.leaves]))
+
+    def target(self) -> Tensor:
+        """b of L(w) = ½⟨w, A w⟩ − ⟨b, w⟩ + const."""
+        with torch.enable_grad():
+            return self.matrix @ self.start - self.slope
 
     def misfit(self, loss: Callable[[Tree], Tensor], spec: trees.Spec, layout: Layout, w: Tensor) -> Tensor:
-        """How far the gradient of the inner objective at w is from A w − b, relative to the terms that make it up."""
-        matrix, target = self.matrix.detach(), self.target.detach()
+        """How far the gradient of the inner objective at w is from g + A (w − w_0), relative to the terms that make it
+        up."""
+        matrix, slope, shift = self.matrix.detach(), self.slope.detach(), w - self.start
         with torch.no_grad():
-            slope = gradient(loss, spec.unflatten(layout.unpack(w)))
-            error = layout.pack(trees.leaves(slope)) - (matrix @ w - target)
-            scale = (matrix.abs() @ w.abs() + target.abs()).amax()
+            found = layout.pack(trees.leaves(gradient(loss, spec.unflatten(layout.unpack(w)))))
+            error = found - (matrix @ shift + slope)
+            scale = (matrix.abs() @ shift.abs() + slope.abs()).amax()
             return error.abs().amax() / scale.clamp_min(torch.finfo(w.dtype).tiny)
 
 
