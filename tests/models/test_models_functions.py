@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from bilevel.models import _allocator
+from bilevel.models import _allocator, _pooled
 from bilevel.models._folded import folded, patches, rectified_products
 from bilevel.models._functions import normalise
 from bilevel.models._sets import Sets
@@ -188,6 +188,72 @@ def test_a_gradient_may_come_as_a_view():
 )
 def test_other_convolutions_are_left_to_torch(conv):
     assert not applies(conv, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------------------------- pooling
+
+
+def plain_pooled(x: Tensor, conv: nn.Conv2d, norm: BatchNorm, pool: nn.MaxPool2d) -> Tensor:
+    return pool(plain_layer(x, conv, norm))
+
+
+@pytest.fixture(params=[1, 10**9])
+def tiles(request, monkeypatch):
+    """An image at a time, or all of a set."""
+    monkeypatch.setattr(_pooled, "TILE_BYTES", request.param)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, padding=1), nn.MaxPool2d((2, 3), ceil_mode=True)])
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pooling_first_is_convolution_batch_norm_relu_pooling(pool, scale, layout, tiles):
+    conv = nn.Conv2d(3, 4, 3, stride=(1, 2), padding=1, bias=False).to(memory_format=layout)
+    norm = BatchNorm(4, scale=scale)
+    nn.init.normal_(norm.bias)
+    norm.sizes, norm.seen = SIZES, []
+    if scale:
+        nn.init.uniform_(norm.weight, 0.5, 2)
+    x = (40 + draw(5, 3, 9, 12).detach()).contiguous(memory_format=layout)  # brightness must not cost digits
+    if layout == torch.channels_last:
+        x[:, :, :4] = 40.0  # and the largest may be several; other kernels break ties by rounding
+    x.requires_grad_()
+    layers = conv, norm, nn.ReLU(), pool
+    assert _pooled.applies(layers, x.device)
+    ours, plain = _pooled.pooled(x, layers), plain_pooled(x, conv, norm, pool)
+    assert torch.allclose(ours, plain, rtol=1e-11, atol=1e-11)
+    inputs = [x, conv.weight, *norm.parameters()]
+    weights = draw(*plain.shape).detach()
+    for one, other in zip(*(torch.autograd.grad((y * weights).sum(), inputs) for y in (ours, plain)), strict=True):
+        assert torch.allclose(one, other, rtol=1e-9, atol=1e-10)
+    for part, (mean, variance) in zip(conv(x).split(SIZES), norm.seen, strict=True):
+        var, expected = torch.var_mean(part, (0, 2, 3), correction=0)
+        assert torch.allclose(mean, expected)
+        assert torch.allclose(variance, var)
+
+
+def test_pooling_first_is_differentiable_twice():
+    layers = conv, norm, _, _ = nn.Conv2d(1, 2, 3, padding=1, bias=False), BatchNorm(2), nn.ReLU(), nn.MaxPool2d(2)
+    norm.sizes = SIZES
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        settings = [1, 1], [1, 1], 1e-3, ([2, 2], [2, 2], [0, 0], [1, 1], False)
+        return _pooled._Pooled.apply(x, weight, torch.ones(2), norm.bias, Sets(SIZES), settings)[0].sin()
+
+    x = draw(5, 1, 4, 4)
+    assert torch.equal(function(x, conv.weight), _pooled.pooled(x, layers).sin())
+    assert gradcheck(function, (draw(5, 1, 4, 4), draw(2, 1, 3, 3)))
+    assert gradgradcheck(function, (draw(5, 1, 4, 4), draw(2, 1, 3, 3)))
+
+
+def test_what_does_not_grow_is_pooled_last():
+    conv, norm, relu, pool = nn.Conv2d(1, 2, 3, bias=False), BatchNorm(2, scale=True), nn.ReLU(), nn.MaxPool2d(2)
+    norm.sizes = SIZES
+    assert _pooled.applies((conv, norm, relu, pool), torch.device("cpu"))
+    assert not _pooled.applies((conv, norm, nn.GELU(), pool), torch.device("cpu"))
+    assert not _pooled.applies((conv, norm, relu, nn.MaxPool2d(2, dilation=2)), torch.device("cpu"))
+    with torch.no_grad():
+        norm.weight[0] = -1.0
+    assert not _pooled.applies((conv, norm, relu, pool), torch.device("cpu"))
 
 
 # ------------------------------------------------------------------------------------- memory

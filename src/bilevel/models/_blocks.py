@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from bilevel.models import _strided
+from bilevel.models import _pooled, _strided
 from bilevel.models._folded import folded, folds
 from bilevel.models._sets import Sets
 from bilevel.models.batch_norm import BatchNorm
@@ -65,6 +65,8 @@ def _next(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, int]:
     first, second = [*layers[:2], None][:2]
     if isinstance(first, BatchNorm) and first.sizes is not None and type(second) is nn.ReLU:
         return first.normalised(x, rectify=True), 2
+    if _pooled.applies(layers, x.device):
+        return _pooled.pooled(x, layers), 4
     stack = _stack(layers, x)
     if stack:
         return _through(stack, x), 3 * len(stack)

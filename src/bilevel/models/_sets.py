@@ -15,21 +15,22 @@ class Sets:
 
     Every function takes all sets at once, so that their number does not cost calls.
 
-    >>> Sets((1, 2)).means(torch.arange(6.0).view(1, 3, 1, 2)).tolist()
+    >>> sets, x = Sets((1, 2)), torch.arange(6.0).view(1, 3, 1, 2)
+    >>> (sets.sums(x) / sets.counts(x)).tolist()
     [[0.0, 1.0], [3.0, 4.0]]
     """
 
     sizes: tuple[int, ...]
 
-    def means(self, x: Tensor) -> Tensor:
-        """The mean of every channel in every set: sets × channels."""
-        # Rows are added up first: summing along the longest contiguous stretches is fastest.
-        by_image = x.flatten(1).sum(0).view(x.shape[1:]).sum(1)
-        return _shares(self.sizes, x.dtype, x.device) @ by_image / (x.shape[0] * x.shape[2])
+    def sums(self, x: Tensor) -> Tensor:
+        """Every channel added up in every set: sets × channels."""
+        # Rows are added up first: along the longest contiguous stretches it is fastest.
+        by_image = (x.flatten(1).sum(0).view(x.shape[1:]) if len(x) > 1 else x[0]).sum(1)
+        return _selection(self.sizes, x.dtype, x.device) @ by_image
 
-    def total(self, means: Tensor, x: Tensor) -> Tensor:
-        """The sum over everything, of which there are the means of every set."""
-        return means.new_tensor(self.sizes) @ means * (x.shape[0] * x.shape[2])
+    def counts(self, x: Tensor) -> Tensor:
+        """How many values each of the sums has: sets × 1."""
+        return x.new_tensor(self.sizes)[:, None] * (x.shape[0] * x.shape[2])
 
     def spread(self, values: Tensor, columns: int) -> Tensor:
         """A value of every set and channel, laid out to meet a row of all images: (image, column, channel)."""
@@ -43,7 +44,6 @@ def _members(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _shares(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """sets × images: 1/size where an image is in a set."""
-    members = torch.nn.functional.one_hot(_members(sizes, device), len(sizes)).to(dtype)
-    return (members / members.sum(0)).t().contiguous()
+def _selection(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """sets × images: 1 where an image is in a set."""
+    return torch.nn.functional.one_hot(_members(sizes, device), len(sizes)).to(dtype).t().contiguous()

@@ -174,9 +174,10 @@ class _Layer(torch.autograd.Function):
         centred = x.new_zeros((height, x.shape[1], width, len(weight)))
         for pixels, weights, place in products(tuple(x.shape), tuple(filters.shape), stride, padding):
             place(centred).addmm_(pixels(x), weights(filters))
-        means = sets.means(centred)
+        counts = sets.counts(centred)
+        means = sets.sums(centred) / counts
         centred -= sets.spread(means, width)
-        variances = sets.means(centred * centred)
+        variances = sets.sums(centred * centred) / counts
         factors = scale * torch.rsqrt(variances + eps)
         y, spread = torch.empty_like(centred), sets.spread(factors, width)
         for r, part in enumerate(ranks(height, next_stride)):
@@ -205,13 +206,12 @@ class _Layer(torch.autograd.Function):
         delta = torch.empty_like(centred)
         for r, part in enumerate(ranks(len(centred), next_stride)):
             aten.threshold_backward.grad_input(g[part], y[part], 0, grad_input=delta[r::next_stride])
-        inverse = torch.rsqrt(variances + eps)
-        mean, slope = sets.means(delta), sets.means(delta * centred)
-        of_scale, of_shift = sets.total(slope * inverse, delta), sets.total(mean, delta)
+        inverse, counts = torch.rsqrt(variances + eps), sets.counts(centred)
+        sums, along = sets.sums(delta), sets.sums(delta * centred) * inverse
         # Batch norm's gradient: the mean and the part along the normalised values are taken out.
         factors = scale * inverse
-        delta.addcmul_(centred, sets.spread(-slope * inverse.square(), width))
-        torch.addcmul(sets.spread(-mean * factors, width), delta, sets.spread(factors, width), out=delta)
+        delta.addcmul_(centred, sets.spread(-along * inverse / counts, width))
+        torch.addcmul(sets.spread(-sums * factors / counts, width), delta, sets.spread(factors, width), out=delta)
 
         filters = weight.permute(2, 3, 1, 0).contiguous()
         parts = products(tuple(x.shape), tuple(filters.shape), stride, padding)
@@ -225,7 +225,7 @@ class _Layer(torch.autograd.Function):
             of_x = torch.zeros_like(x)
             for pixels, weights, place in parts:
                 pixels(of_x).addmm_(place(delta), weights(filters).t())
-        return of_x, of_weight, of_scale, of_shift, None, None
+        return of_x, of_weight, along.sum(0), sums.sum(0), None, None
 
 
 def stack(layers: Sequence[tuple[nn.Conv2d, BatchNorm]], rows: Tensor, sets: Sets) -> Tensor:
