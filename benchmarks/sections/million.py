@@ -28,7 +28,8 @@ A 784 → 1000 → 200 → 10 tanh network (987,210 weights, float32), T steps o
 minibatch of 64, and a penalty for each layer. Here the graph of the run is measured in gigabytes: this is what
 `Reverse("sqrt")` is for, which runs every step twice and keeps the iterates and the recorded steps in balance. With
 `group_bytes=0` it keeps the least and runs every step three times. Resident memory is what the operating system saw,
-above a run with T = 3; the method counts its tensors, and malloc keeps gaps between them.
+above a run with T = 3; the method counts its tensors, and malloc keeps gaps between them. In the long run `Unrolled`
+takes twice as long for a step as in the short one, on a machine with 24 GB: memory is not only a matter of fitting.
 """
 
 METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Reverse('sqrt', group_bytes=0)")
@@ -48,16 +49,17 @@ class Long:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
+    longest = int(0.8 * _available() / STEP_BYTES)
+    times = [min(steps, longest) for steps in bench.pick(quick=(100,), full=(100, 1000))]
     repeats = bench.pick(quick=1, full=2)
-    steps = min(bench.pick(quick=100, full=1000), int(0.8 * _available() / STEP_BYTES))
-    answers: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-    for _ in range(repeats):
-        for method in METHODS:
-            answers[method].append(probe.ask("million", method, steps))
-            bench.tick(f"{method}, T = {steps}", 1 / (repeats * len(METHODS)))
-    reference = np.array(answers["Unrolled"][0]["gradient"])
+    asked = [(steps, method) for steps in times for method in METHODS]
+    answers: dict[tuple[int, str], list[dict[str, Any]]] = {pair: [] for pair in asked}
+    for steps, method in asked * repeats:
+        answers[steps, method].append(probe.ask("million", method, steps))
+        bench.tick(f"{method}, T = {steps}", 1 / (repeats * len(asked)))
     found = []
-    for method, replies in answers.items():
+    for (steps, method), replies in answers.items():
+        reference = np.array(answers[steps, "Unrolled"][0]["gradient"])
         error = distance(np.array(replies[0]["gradient"]), reference)
         if not error <= ROUGH:
             raise Disagreement(f"{method} and Unrolled differ by {error:.2g} (relative), allowed {ROUGH:g}.")
@@ -70,37 +72,44 @@ def measure(bench: Bench) -> dict[str, Any]:
 def targets(figures: Figures) -> Iterator[Target]:
     from harness.targets import Target
 
-    found = {row.method: row for row in figures.rows(Long, "long")}
-    ours, theirs = found["Reverse('sqrt')"], found["Unrolled"]
-    where = f"T = {ours.steps}"
-    words = f"{ours.rss / 1e6:.0f} of {theirs.rss / 1e6:,.0f} MB: 1/{theirs.rss / ours.rss:.0f}"
-    note = "" if ours.steps == 1000 else "The graph of 1000 steps does not fit into this machine, or the run was quick."
-    claim = f"Reverse('sqrt') at most 1/12 of Unrolled's resident memory, {where}"
-    yield Target(claim, "million", ours.rss / theirs.rss, 1 / 12, words, limit_note=note)
-    ratio = ours.seconds / theirs.seconds
-    words = f"{ratio:.2f}: {ours.seconds:.1f} and {theirs.seconds:.1f} s"
-    yield Target(f"Reverse('sqrt') within 1.5 times Unrolled, {where}", "million", ratio, 1.5, words)
+    for steps, found in _by_steps(figures).items():
+        ours, theirs = found["Reverse('sqrt')"], found["Unrolled"]
+        if steps > 100:
+            note = "" if steps == 1000 else "The graph of 1000 steps does not fit into this machine."
+            words = f"{ours.rss / 1e6:.0f} of {theirs.rss / 1e6:,.0f} MB: 1/{theirs.rss / ours.rss:.0f}"
+            claim = f"Reverse('sqrt') at most 1/12 of Unrolled's resident memory, T = {steps}"
+            yield Target(claim, "million", ours.rss / theirs.rss, 1 / 12, words, limit_note=note)
+        ratio = ours.seconds / theirs.seconds
+        words = f"{ratio:.2f}: {ours.seconds:.1f} and {theirs.seconds:.1f} s"
+        yield Target(f"Reverse('sqrt') within 1.5 times Unrolled, T = {steps}", "million", ratio, 1.5, words)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
     from harness.tables import Table
 
-    found = figures.rows(Long, "long")
-    base = found[0]
-    rows = [
-        [
-            f"`{row.method}`",
-            f"{row.rss / 1e6:,.0f}",
-            f"{row.stats / 1e6:,.0f}",
-            f"{row.rss / base.rss:.3f}",
-            f"{row.seconds:.1f}",
-            f"{row.seconds / base.seconds:.2f}",
-        ]
-        for row in found
-    ]
     columns = ["method", "resident, MB", "tensors kept, MB", "of Unrolled", "seconds", "of Unrolled"]
-    note = f"The best of {len(base.runs)}, each in a fresh process; processor time, one thread."
-    yield Table(f"Memory and time at T = {base.steps}", columns, rows, note)
+    for steps, found in _by_steps(figures).items():
+        base = found["Unrolled"]
+        rows = [
+            [
+                f"`{row.method}`",
+                f"{row.rss / 1e6:,.0f}",
+                f"{row.stats / 1e6:,.0f}",
+                f"{row.rss / base.rss:.3f}",
+                f"{row.seconds:.1f}",
+                f"{row.seconds / base.seconds:.2f}",
+            ]
+            for row in found.values()
+        ]
+        note = f"The best of {len(base.runs)}, each in a fresh process; processor time, one thread."
+        yield Table(f"Memory and time at T = {steps:,}", columns, rows, note)
+
+
+def _by_steps(figures: Figures) -> dict[int, dict[str, Long]]:
+    found: dict[int, dict[str, Long]] = {}
+    for row in figures.rows(Long, "long"):
+        found.setdefault(row.steps, {})[row.method] = row
+    return found
 
 
 def _available() -> int:

@@ -34,16 +34,17 @@ WARM_UP = 2
 @dataclass(frozen=True)
 class Throughput:
     """The seconds of a hyperiteration and of drawing its episodes, for so many processes; `runs` has the best of each
-    run."""
+    run, `busy` the processor's seconds of the first process, which do not count what other programs took."""
 
     ranks: int
     seconds: float
     sampling: float
     runs: list[float]
+    busy: float | None = None
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    iterations, repeats = bench.pick(quick=(3, 1), full=(10, 3))
+    iterations, repeats = bench.pick(quick=(5, 1), full=(20, 3))
     answers: dict[int, list[dict[str, list[float]]]] = {ranks: [] for ranks in RANKS}
     for _ in range(repeats):
         for ranks in RANKS:
@@ -52,8 +53,8 @@ def measure(bench: Bench) -> dict[str, Any]:
             bench.tick(f"training with {ranks} process{'es' * (ranks > 1)}", 1 / (repeats * len(RANKS)))
     found = []
     for ranks, replies in answers.items():
-        runs = [min(reply["seconds"]) for reply in replies]
-        found.append(Throughput(ranks, min(runs), min(min(reply["sampling"]) for reply in replies), runs))
+        runs, sampling, busy = ([min(reply[key]) for reply in replies] for key in ("seconds", "sampling", "busy"))
+        found.append(Throughput(ranks, min(runs), min(sampling), runs, min(busy)))
     return {"ranks": [asdict(row) for row in found], "dataset": dataset()}
 
 
@@ -62,11 +63,16 @@ def targets(figures: Figures) -> Iterator[Target]:
 
     found = {row.ranks: row for row in figures.rows(Throughput, "ranks")}
     alone, two = found[1], found[2]
-    claim, words = (
-        "two processes at least 1.7 times faster",
-        f"{alone.seconds * 1e3:.0f} and {two.seconds * 1e3:.0f} ms",
-    )
-    yield Target(claim, "ranks", alone.seconds / two.seconds, 1.7, words, at_least=True)
+    speedup = alone.seconds / two.seconds
+    words = f"{speedup:.2f}: {alone.seconds * 1e3:.0f} and {two.seconds * 1e3:.0f} ms"
+    note = ""
+    if two.busy is not None and two.seconds > 1.1 * two.busy:
+        note = (
+            f"A process was busy for {two.busy * 1e3:.0f} of these {two.seconds * 1e3:.0f} ms, the rest of the time it "
+            f"waited, for the other one or for a core that other programs used. In processor time two are {(alone.busy or alone.seconds) / two.busy:.2f} times faster."
+        )
+    claim = "two processes at least 1.7 times faster"
+    yield Target(claim, "ranks", speedup, 1.7, words, at_least=True, limit_note=note)
     words = f"{alone.sampling * 1e3:.2f} of {alone.seconds * 1e3:.0f} ms"
     yield Target("sampling under 3 % of a hyperiteration", "ranks", alone.sampling / alone.seconds, 0.03, words)
 
@@ -77,11 +83,17 @@ def tables(figures: Figures) -> Iterator[Table]:
     found = figures.rows(Throughput, "ranks")
     images = EPISODES * WAYS * (SHOTS + QUERIES)
     rows = [
-        [str(f.ranks), milliseconds(f.seconds), f"{images / f.seconds:,.0f}", f"{found[0].seconds / f.seconds:.2f}"]
+        [
+            str(f.ranks),
+            milliseconds(f.seconds),
+            milliseconds(f.busy) if f.busy else "–",
+            f"{images / f.seconds:,.0f}",
+            f"{found[0].seconds / f.seconds:.2f}",
+        ]
         for f in found
     ]
     note = f"{EPISODES} episodes of {figures['dataset']} in all, T = 5 (torchrun, gloo)."
-    columns = ["processes", "hyperiteration, ms", "images per second", "speed-up"]
+    columns = ["processes", "hyperiteration, ms", "busy, ms", "images per second", "speed-up"]
     yield Table("Throughput", columns, rows, note)
 
 
@@ -101,17 +113,18 @@ def main() -> None:
     settings = Settings(dataset=sys.argv[1], meta_batch=EPISODES, step_bound=0.0)
     with world() as everybody:
         training = FewShotTraining(settings, open_data(settings), everybody)
-        seconds, sampling = [], []
+        seconds, busy, sampling = [], [], []
         for iteration in range(1, iterations + WARM_UP + 1):
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             training.step(iteration)
             seconds.append(time.perf_counter() - began)
+            busy.append(time.process_time() - worked)
         for iteration in range(iterations):
             began = time.perf_counter()
             training.train.batch(everybody.share(range(iteration * EPISODES, (iteration + 1) * EPISODES)))
             sampling.append(time.perf_counter() - began)
         if everybody.writes:
-            print(json.dumps({"seconds": seconds[WARM_UP:], "sampling": sampling}))
+            print(json.dumps({"seconds": seconds[WARM_UP:], "busy": busy[WARM_UP:], "sampling": sampling}))
 
 
 if __name__ == "__main__":
