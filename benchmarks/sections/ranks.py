@@ -69,7 +69,8 @@ def targets(figures: Figures) -> Iterator[Target]:
     if two.busy is not None and two.seconds > 1.1 * two.busy:
         note = (
             f"A process was busy for {two.busy * 1e3:.0f} of these {two.seconds * 1e3:.0f} ms, the rest of the time it "
-            f"waited, for the other one or for a core that other programs used. In processor time two are {(alone.busy or alone.seconds) / two.busy:.2f} times faster."
+            f"waited, for the other one or for a core that other programs used. In "
+            f"processor time two are {(alone.busy or alone.seconds) / two.busy:.2f} times faster."
         )
     claim = "two processes at least 1.7 times faster"
     yield Target(claim, "ranks", speedup, 1.7, words, at_least=True, limit_note=note)
