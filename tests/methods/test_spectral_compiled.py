@@ -1,12 +1,14 @@
 """Compiled Spectral: the numbers of the eager one, also after what the objectives read has changed."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import bilevel as bl
+from bilevel import trees
 from bilevel.hypergradients import value_of
 from bilevel.methods import spectral_compiled
 from bilevel.methods.kernels import _broadcast_product, compile_function
@@ -98,6 +100,38 @@ def test_a_switch_that_changes_derivatives_only_is_seen_in_a_closure(traced_only
     assert relative_error(ask(problem, lam), ask(problem, lam, compiled=False)) < 1e-10
     frozen = True
     assert torch.equal(ask(problem, lam), torch.ones(4))
+
+
+def test_the_same_tensors_in_another_order(traced_only):
+    """An objective may take batches of two kinds, whose tensors have the same shapes."""
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((w - b[0]) ** 2).sum() + (lam.exp() * w**2).sum() + 0 * b[1].sum(),
+        outer=lambda w, lam, b: ((w - b[0]) ** 2).sum(),
+        init=lambda lam: torch.zeros(4),
+    )
+    one, two, lam = torch.ones(4), torch.full((4,), 5.0), torch.zeros(4)
+    for batch in ([one, two], [one, two], {1: one, 0: two}, {0: one, 1: two}, (two, one)):
+        task = bl.Task(batch, batch)
+        assert relative_error(ask(problem, lam, task), ask(problem, lam, task, compiled=False)) < 1e-10
+
+
+def test_a_batch_with_settings_of_its_own(traced_only):
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        factor: float
+
+    trees.register(Batch, ["x"])
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((w - b.x) ** 2).sum() + b.factor * (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, b: ((w - b.x) ** 2).sum(),
+        init=lambda lam: torch.zeros(4),
+    )
+    for factor in (1.0, 1.0, 3.0, 0.5):
+        task = bl.Task(Batch(torch.ones(4), factor), Batch(torch.full((4,), 0.8), factor))
+        found, expected = (ask(problem, torch.zeros(4), task, compiled=c) for c in (True, False))
+        assert relative_error(found, expected) < 1e-10
+    assert len(traced_only) == 3
 
 
 def test_an_objective_that_is_no_function_is_refused(traced_only):
@@ -216,6 +250,14 @@ class TestWatch:
     @pytest.mark.parametrize("state", [[1.0], {"a": 1.0}, Holder(), Holder, torch.nn.Linear(1, 1), pytest])
     def test_what_can_change_without_notice_is_not_vouched_for(self, state):
         assert not Watch(lambda x: state and x).complete
+
+    def test_what_is_imported_within(self):
+        def function(x):
+            from torch import exp
+
+            return exp(x)
+
+        assert not Watch(function).complete
 
     def test_a_builtin_that_is_hidden_later(self, monkeypatch):
         watch = Watch(lambda x: abs(x))

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from bilevel import trees
 from bilevel.dynamics import Dynamics
 from bilevel.errors import BilevelError
 from bilevel.methods.process import Process
@@ -38,7 +39,8 @@ def forget(process: Process, key: Hashable, inputs: Sequence[Tensor]) -> None:
 
 
 def _full(process: Process, key: Hashable, inputs: Sequence[Tensor]) -> Hashable:
-    return key, process.constants(), *((x.shape, x.dtype, x.device) for x in inputs)
+    structure = trees.flatten((process.lam, process.task))[1]
+    return key, structure, process.constants(), *((x.shape, x.dtype, x.device) for x in inputs)
 
 
 def identity(source: Any) -> Hashable:

@@ -13,7 +13,7 @@ from bilevel.methods.kernels import Kernel, build_once, compile_function, forget
 from bilevel.methods.process import Bound, Process
 from bilevel.methods.spectral_gradients import Found, Start, differentiate
 from bilevel.methods.spectral_quadratic import tolerance_of
-from bilevel.methods.watch import Watch
+from bilevel.methods.watch import Watch, is_plain
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def _compile(process: Process, start: Start, axis: int | None, live: bool, input
     rest = count + size + len(start.settings)
     reached = [False] * count
     watch = Watch(process.problem.inner, process.problem.outer)
+    task = process.bound.task
+    watch.complete &= is_plain([process.lam, task.train, task.val, start.spec.unflatten(start.leaves)])
 
     def function(*flat: Tensor) -> list[Tensor]:
         variables = [x.detach().requires_grad_() for x in flat[:count]]

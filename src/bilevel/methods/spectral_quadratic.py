@@ -36,7 +36,7 @@ class Quadratic:
             # Different unit vectors go into different columns, so ⌈rows/width⌉ products give all of A.
             count = layout.products
             units = torch.eye(layout.rows, count * layout.width, dtype=points[0].dtype, device=points[0].device)
-            directions = layout.unpack(units.reshape(layout.rows, count, layout.width).transpose(0, 1))
+            directions = layout.unpack(units.reshape(layout.rows, count, layout.width).transpose(0, 1).contiguous())
             image = layout.pack(hessian_products(slope, points, directions), batched=True)
             matrix = image.transpose(0, 1).reshape(layout.rows, -1)[:, : layout.rows]
             return Quadratic(matrix, layout.pack(slope), layout.pack([leaf.detach() for leaf in layout.leaves]))

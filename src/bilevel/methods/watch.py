@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -51,6 +52,8 @@ class Watch:
         if not isinstance(value, FunctionType):
             self.complete = False
             return
+        # What is imported in the function itself may be anything.
+        self.complete &= "IMPORT_NAME" not in {step.opname for step in dis.get_instructions(value)}
         for read in _reads(value):
             found = read()
             self._places.append((read, found))
@@ -59,6 +62,13 @@ class Watch:
                     self._visit(item)
             elif found is not _ABSENT and not isinstance(found, CodeType):
                 self._visit(found)
+
+
+def is_plain(tree: Any) -> bool:
+    """Whether a tree holds nothing but tensors and numbers in Python's own containers, which have no attributes."""
+    if type(tree) in (list, tuple):
+        return all(map(is_plain, tree))
+    return all(map(is_plain, tree.values())) if type(tree) is dict else isinstance(tree, _FIXED)
 
 
 def _reads(function: FunctionType) -> Iterator[Callable[[], Any]]:
