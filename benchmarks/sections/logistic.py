@@ -190,7 +190,7 @@ def implicit(X: np.ndarray, y: np.ndarray, best: float, path: str) -> Way:
         lam,
         task,
         # Two rough hyperiterations: λ and w are both far from where they go.
-        method=lambda k: bl.Implicit(bl.CG(tol=0.5 * 0.35 ** max(k - 1, 0)), newton=0.1 * 0.25 ** max(k - 1, 0)),
+        method=lambda k: bl.Implicit(bl.CG(tol=0.5 * 0.3 ** max(k - 1, 0)), newton=0.1 * 0.2 ** max(k - 1, 0)),
         start="warm",
         constraint=bl.Box(-12, 2),
         iterations=ITERATIONS,
