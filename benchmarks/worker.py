@@ -36,11 +36,12 @@ def load_contestant(path: Path) -> Callable[[Case], Run]:
     return prepare
 
 
-def timed(run: Run) -> tuple[float, Any]:
-    """The processor's seconds: with one thread they are those of the clock, without what other programs took of it."""
-    began = time.process_time()
+def timed(run: Run, threads: int) -> tuple[float, Any]:
+    """The processor's seconds for one thread: they are those of the clock, without what other programs took of it."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    began = clock()
     result = run()
-    return time.process_time() - began, result
+    return clock() - began, result
 
 
 class Answers:
@@ -48,7 +49,7 @@ class Answers:
 
     def __init__(self, prepare: Callable[[Case], Run]) -> None:
         self.prepare = prepare
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, tuple[Run, int]] = {}
 
     def hello(self, packages: list[str]) -> dict[str, Any]:
         return {"versions": {name: importlib.metadata.version(name) for name in packages}}
@@ -56,19 +57,20 @@ class Answers:
     def load(self, case: str) -> dict[str, Any]:
         began = time.perf_counter()
         try:
-            run = self.prepare(Case.load(Path(case)))
+            loaded = Case.load(Path(case))
+            run = self.prepare(loaded)
             run()
         except Unavailable as reason:
             return {"unavailable": str(reason)}
         first = time.perf_counter() - began
-        self.runs[Path(case).stem] = run
-        return {"first": first, "warm": min(timed(run)[0] for _ in range(3))}
+        self.runs[Path(case).stem] = run, loaded.threads
+        return {"first": first, "warm": min(timed(run, loaded.threads)[0] for _ in range(3))}
 
     def run(self, case: str, times: int) -> dict[str, Any]:
         gc.collect()
         seconds = []
         for _ in range(times):
-            elapsed, result = timed(self.runs[case])
+            elapsed, result = timed(*self.runs[case])
             seconds.append(elapsed)
         gradient = np.concatenate([np.asarray(leaf).ravel() for leaf in result])
         return {"seconds": seconds, "gradient": gradient.tolist()}

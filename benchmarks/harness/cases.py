@@ -76,16 +76,37 @@ def dataset() -> str:
     return "glyphs"
 
 
-def hyper(steps: int, episodes: int = EPISODES) -> Case:
-    """The paper's hyper-representation: a network with 64 filters learned over a meta-batch of episodes, in float32 as
-    one trains it. The step is short, so that rounding does not grow over the steps."""
+def hyper(
+    steps: int,
+    episodes: int = EPISODES,
+    *,
+    ways: int = WAYS,
+    shots: int = SHOTS,
+    network: str = "omniglot-net",
+    threads: int = 1,
+    name: str = "hyper",
+) -> Case:
+    """The paper's hyper-representation: a network learned over a meta-batch of episodes, in float32 as one trains it.
+    The step is short, so that rounding does not grow over the steps."""
+    from bilevel.meta.hyper_representation import HyperRepresentation
+
+    train, val = _pictures(network, episodes, ways, shots)
+    learner = HyperRepresentation(network, train[0].shape[2:])
+    lam = [value.numpy() for value in learner.lam.values()]
+    start = [np.zeros((episodes, learner.features, ways))]
+    return Case(f"{name}-T{steps}", "hyper", lam, start, train, val, 0.01, steps, network, threads)
+
+
+def _pictures(network: str, episodes: int, ways: int, shots: int) -> list[list[np.ndarray]]:
+    """Support and query sets, images and labels each."""
     import bilevel as bl
     from bilevel.data import load
-    from bilevel.models import build
 
-    data = load(dataset())
-    drawn = bl.Episodes(data, "train", WAYS, SHOTS, QUERIES, rotations=True).batch(range(episodes))
-    network = build("omniglot-net", data.shape[2])
-    lam = [p.detach().numpy() for p in network.parameters()]
-    groups = ([x.numpy() for x in group] for group in (drawn.train, drawn.val))
-    return Case(f"hyper-T{steps}", "hyper", lam, [np.zeros((episodes, 257, WAYS))], *groups, 0.01, steps)
+    if network == "omniglot-net":
+        drawn = bl.Episodes(load(dataset()), "train", ways, shots, QUERIES, rotations=True).batch(range(episodes))
+        return [[x.numpy() for x in part] for part in (drawn.train, drawn.val)]
+    # What a photograph shows does not change the time.
+    rng = np.random.default_rng(3)
+    shapes = {each: (episodes, ways * each, 3, 84, 84) for each in (shots, QUERIES)}
+    labels = {each: np.tile(np.repeat(np.arange(ways), each), (episodes, 1)) for each in shapes}
+    return [[rng.random(shapes[each], dtype=np.float32), labels[each]] for each in (shots, QUERIES)]

@@ -20,7 +20,7 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Case:
     """One bilevel problem with all its numbers: `kind` names the objectives, `steps` is T, `lr` the constant step of
-    gradient descent."""
+    gradient descent, `network` the representation where there is one, `threads` how many a contestant may use."""
 
     name: str
     kind: str
@@ -30,6 +30,8 @@ class Case:
     val: list[np.ndarray]
     lr: float
     steps: int
+    network: str = ""
+    threads: int = 1
 
     def save(self, folder: Path) -> Path:
         path = folder / f"{self.name}.npz"
@@ -37,7 +39,8 @@ class Case:
         arrays: dict[str, Any] = {
             f"{group}/{index}": array for group, members in groups.items() for index, array in enumerate(members)
         }
-        np.savez(path, kind=self.kind, lr=self.lr, steps=self.steps, **arrays)
+        settings = {"kind": self.kind, "lr": self.lr, "steps": self.steps}
+        np.savez(path, **settings, network=self.network, threads=self.threads, **arrays)
         return path
 
     @staticmethod
@@ -59,4 +62,6 @@ class Case:
                 group("val"),
                 float(stored["lr"]),
                 int(stored["steps"]),
+                str(stored["network"]),
+                int(stored["threads"]),
             )

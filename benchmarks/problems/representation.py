@@ -14,18 +14,21 @@ from harness.contract import Case, Run
 Adapt = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def plain_module(weights: Sequence[Tensor]) -> nn.Module:
-    """Four stride-2 convolutions with batch norm by the statistics of the batch; a bias and no learned scale."""
+def plain_module(case: Case) -> nn.Module:
+    """Four convolutions with batch norm by the statistics of the batch; a bias and no learned scale. The Omniglot
+    network has strides, the other one max-pooling."""
+    stride = 2 if case.network == "omniglot-net" else 1
+    weights = [torch.from_numpy(x) for x in case.lam]
     layers: list[nn.Module] = []
     for filters, shift in zip(weights[::2], weights[1::2], strict=True):
         outputs, inputs, size, _ = filters.shape
-        convolution = nn.Conv2d(inputs, outputs, size, stride=2, padding=1, bias=False)
+        convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=1, bias=False)
         norm = nn.BatchNorm2d(outputs, eps=1e-3, track_running_stats=False)
         with torch.no_grad():
             convolution.weight.copy_(filters)
             norm.bias.copy_(shift)
         norm.weight.requires_grad_(False)
-        layers += [convolution, norm, nn.ReLU(inplace=True)]
+        layers += [convolution, norm, nn.ReLU(inplace=True), *([nn.MaxPool2d(2)] if stride == 1 else [])]
     return nn.Sequential(*layers, nn.Flatten())
 
 
@@ -45,10 +48,11 @@ class Representation:
         return [p for p in self.module.parameters() if p.requires_grad]
 
 
-def representation(case: Case) -> Representation:
-    torch.set_num_threads(1)
+def representation(case: Case, layout: torch.memory_format = torch.contiguous_format) -> Representation:
+    torch.set_num_threads(case.threads)
     (images, labels), (queries, answers) = ([torch.from_numpy(x) for x in group] for group in (case.train, case.val))
-    module = plain_module([torch.from_numpy(x) for x in case.lam])
+    module = plain_module(case).to(memory_format=layout)  # type: ignore[call-overload]
+    images, queries = ([x.contiguous(memory_format=layout) for x in part] for part in (images, queries))
     episodes = list(zip(images, labels, queries, answers, strict=True))
     _, features, ways = case.start[0].shape
     return Representation(module, episodes, features - 1, ways, case.lr, case.steps)
@@ -63,11 +67,13 @@ def summed(parts: Iterator[Sequence[Tensor]]) -> list[Tensor]:
     return total
 
 
-def with_adaptation(adapt: Callable[[Representation], Adapt]) -> Callable[[Case], Run]:
+def with_adaptation(
+    adapt: Callable[[Representation], Adapt], layout: torch.memory_format = torch.contiguous_format
+) -> Callable[[Case], Run]:
     """The `prepare` of a contestant that computes features once per episode and adapts a head differentiably."""
 
     def prepare(case: Case) -> Run:
-        p = representation(case)
+        p = representation(case, layout)
         run_episode = adapt(p)
 
         def gradients() -> Iterator[Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""A meta-batch of the hyper-representation at a short and a long horizon."""
+"""A meta-batch of the hyper-representation, on one thread and on two."""
 
 from __future__ import annotations
 
@@ -15,26 +15,46 @@ from harness.targets import Target, ratio
 ORDER = 50
 TITLE = "Hyper-representation"
 WHAT = """
-The paper's Section 5.2: λ is a network with four convolutions of 64 filters, w a linear classifier for each of 16
-episodes (5-way 1-shot, 15 queries for each class), float32 as one trains it. The features are computed once whatever
-T is, so the floor is one forward and one backward pass of the network alone; the plain module is what a user of torch
-would write.
+The paper's Section 5.2: λ is a network with four convolutions of 64 filters, w a linear classifier for each of 16 or 32
+episodes (5-way 1-shot, 15 queries for each class), float32 as one trains it. The features are computed once whatever T
+is, so the floor is one forward and one backward pass of the network alone: as a user of torch would write it, the same
+with channels last, and as the package runs it. The peers compute the features once too. The case with "cores" lets
+everyone have two threads and is in seconds of the clock; the package then puts episodes side by side.
 """
+ROUNDS = 10
+# What a plain sketch of the pass and the target for the floor took on the machine for which the target was set.
+SKETCH, FLOOR = 294.0, 240.0
+PLAIN, CHANNELS_LAST, OWN = "hyper_floor", "hyper_sketch", "hyper_floor_bilevel"
+ALONE = "hyper-16-T5", "hyper-32-T5", "hyper-16-T50"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    return {"timings": bench.timed([hyper(5), hyper(50)]), "dataset": dataset()}
+    cases = [hyper(5, 16, name="hyper-16"), hyper(5, 32, name="hyper-32"), hyper(50, 16, name="hyper-16")]
+    alone = bench.share(0.9).timed(cases, most_rounds=ROUNDS)
+    both = hyper(5, 16, threads=2, name="hyper-cores")
+    peers = [contestant.name for contestant in bench.pool.contestants if contestant.enters(both)]
+    named = [name for name in peers if name not in (PLAIN, CHANNELS_LAST, OWN)]
+    return {"timings": alone + bench.share(0.1).timed([both], named, ROUNDS), "dataset": dataset()}
 
 
 def targets(figures: Figures) -> Iterator[Target]:
     for case, timings in figures.by_case().items():
         named = figures.named(case)
-        ours, limit = named.get("hyper_bilevel"), {5: 1.15, 50: 1.35}[timings[0].steps]
-        for floor, whose in (("hyper_floor", "the plain module"), ("hyper_floor_bilevel", "our own h")):
-            yield ratio(f"within {limit} times a pass of {whose}", case, ours, named.get(floor), limit)
-        if case == "hyper-T5":
-            peer = fastest(timings, lambda t: t.group == "torch peer")
-            yield ratio("at least 1.3 times faster than the fastest torch peer", case, peer, ours, 1.3, at_least=True)
+        ours, own, sketch = (named.get(name) for name in ("hyper_bilevel", OWN, CHANNELS_LAST))
+        peer = fastest(timings, lambda t: t.group == "torch peer")
+        if case in ALONE[:2]:
+            yield ratio("within 1.03 times a pass of the network, the fastest known", case, ours, own, 1.03)
+            note = (
+                f"{FLOOR:.0f} ms was asked for where a pass with channels last takes {SKETCH:.0f} ms: that ratio is held "
+                "here. The roofline says what this machine allows."
+            )
+            claim = "the fastest pass within 0.82 times one with channels last"
+            yield ratio(claim, case, own, sketch, FLOOR / SKETCH, limit_note=note if case == ALONE[0] else "")
+            yield ratio("at least 1.6 times faster than the fastest peer", case, peer, ours, 1.6, at_least=True)
+        elif case in ALONE:
+            yield ratio("T = 50 within 1.35 times a pass of the network", case, ours, own, 1.35)
+        else:
+            yield ratio("on both cores at least 2 times faster than the fastest peer", case, peer, ours, 2.0, True)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
