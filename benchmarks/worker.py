@@ -44,6 +44,17 @@ def timed(run: Run, threads: int) -> tuple[float, Any]:
     return clock() - began, result
 
 
+# The cores that this process may use.
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def use(cores: list[int]) -> None:
+    """Stay on these. The kernel counts the time of a thread that runs on another core only now and then, so that what a
+    library computes in threads of its own would be missing from some calls and be too much in others."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
 class Answers:
     """The requests, one method each."""
 
@@ -58,6 +69,7 @@ class Answers:
         began = time.perf_counter()
         try:
             loaded = Case.load(Path(case))
+            use(CORES[-loaded.threads :])
             run = self.prepare(loaded)
             run()
         except Unavailable as reason:
@@ -80,6 +92,7 @@ def main() -> None:
     # Whatever a library prints goes to stderr; the pipe carries answers only.
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    use(CORES[-1:])  # before a library starts its threads, which inherit it
     answers: Answers | None = None
     for line in sys.stdin:
         request = json.loads(line)

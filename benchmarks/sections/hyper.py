@@ -45,8 +45,8 @@ def targets(figures: Figures) -> Iterator[Target]:
         if case in ALONE[:2]:
             yield ratio("within 1.03 times a pass of the network, the fastest known", case, ours, own, 1.03)
             note = (
-                f"{FLOOR:.0f} ms was asked for where a pass with channels last takes {SKETCH:.0f} ms: that ratio is held "
-                "here. The roofline says what this machine allows."
+                f"{FLOOR:.0f} ms was asked for where a pass with channels last takes {SKETCH:.0f} ms: that ratio is "
+                "held here. The roofline says what this machine allows."
             )
             claim = "the fastest pass within 0.82 times one with channels last"
             yield ratio(claim, case, own, sketch, FLOOR / SKETCH, limit_note=note if case == ALONE[0] else "")

@@ -18,6 +18,7 @@ WHAT = """
 The paper's Appendix C: 30 training points, a penalty for each of 30 features, T steps of gradient descent, float64. A
 step is a matrix of 30 × 30 times a vector, so nearly all of the time is the cost of calling small operations: it says
 what the library adds to torch, and what compiling (`Reverse(compiled=25)`, jax) or a closed form (`Spectral`) saves.
+jaxopt's unroll is compiled as a whole, so it is held against what is compiled here too.
 """
 
 
@@ -26,16 +27,17 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def targets(figures: Figures) -> Iterator[Target]:
-    peer = figures.named("ridge-T50").get("jaxopt")
     for case, timings in figures.by_case().items():
-        named = figures.named(case)
-        unrolled, reverse = named.get("bilevel_unrolled"), named.get("bilevel_reverse")
+        named, peer = figures.named(case), baseline(timings)
+        unrolled, reverse, jaxopt = (named.get(name) for name in ("bilevel_unrolled", "bilevel_reverse", "jaxopt"))
         compiled, spectral = named.get("bilevel_reverse_compiled"), named.get("bilevel_spectral_compiled")
-        yield ratio("compiled Spectral within 3 times jaxopt at T = 50", case, spectral, peer, 3.0)
-        yield ratio("Unrolled no slower than the fastest torch peer", case, unrolled, baseline(timings), 1.0)
+        yield ratio("compiled Spectral as fast as jaxopt's compiled unroll", case, spectral, jaxopt, 1.0)
+        yield ratio("compiled Reverse within 5 times jaxopt's compiled unroll", case, compiled, jaxopt, 5.0)
+        for label, ours in (("Spectral", spectral), ("Reverse", compiled)):
+            claim = f"compiled {label} at least 5 times faster than the fastest torch peer"
+            yield ratio(claim, case, peer, ours, 5.0, at_least=True)
+        yield ratio("Unrolled no slower than the fastest torch peer", case, unrolled, peer, 1.0)
         yield ratio("Reverse within 1.6 times Unrolled", case, reverse, unrolled, 1.6)
-        if case == "ridge-T250":
-            yield ratio("compiled Reverse at least 4 times faster than eager", case, reverse, compiled, 4.0, True)
 
 
 def tables(figures: Figures) -> Iterator[Table]:

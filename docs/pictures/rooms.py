@@ -17,7 +17,7 @@ LAYERS = [
     (["methods"], BLUE),
     (["dynamics", "linear_solvers", "constraints", "tasks", "data", "models"], ORANGE),
     (["problem", "modules"], ORANGE),
-    (["errors", "trees", "discovery", "progress", "origin"], GREY),
+    (["errors", "trees", "discovery", "progress", "origin", "side_by_side"], GREY),
 ]
 
 

@@ -160,6 +160,20 @@ def test_the_inner_step_stays_below_the_bound_over_nu(data, bound):
     assert same(short.weights(), free.weights())
 
 
+def test_threads_change_no_bit_of_a_training(data):
+    def weights(threads):
+        torch.set_num_threads(threads)
+        try:
+            job = FewShotTraining(replace(SMALL, meta_batch=6), data)
+            losses = [job.step(k)[0]["loss"] for k in (1, 2, 3)]
+            return losses, job.validate(3), copied(job.learner.lam)
+        finally:
+            torch.set_num_threads(1)
+
+    one, two = weights(1), weights(2)
+    assert one[:2] == two[:2] and same(one[2], two[2])
+
+
 def test_the_estimate_is_what_happens(data):
     settings = replace(SMALL, ways=5, queries=4, meta_batch=8, validation_episodes=40)
     job = FewShotTraining(settings, data)

@@ -167,12 +167,12 @@ def advance(process: Process, state: State, groups: list[range]) -> State:
     return state
 
 
-def group_size(process: Process, group_bytes: int, state: State = ((), ())) -> int:
+def group_size(process: Process, group_bytes: int, state: State) -> int:
     """How many steps are recorded at a time."""
     return max(1, group_bytes // (NODE_BYTES + process.recorded_bytes(state)))
 
 
-def group_bytes(process: Process, groups: list[range], state: State = ((), ())) -> int:
+def group_bytes(process: Process, groups: list[range], state: State) -> int:
     """The recorded graph of a group, beyond the one step that every method records."""
     return max((len(group) - 1 for group in groups), default=0) * process.recorded_bytes(state)
 

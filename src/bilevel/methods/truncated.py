@@ -39,12 +39,12 @@ class Truncated(Method):
     def __call__(self, process: Process) -> Hypergradient:
         times = process.times
         window = times[max(0, len(times) - self.k) :]
-        groups = split_from_the_end(window, group_size(process, self.group_bytes))
         with torch.no_grad():
             starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
+            groups = split_from_the_end(window, group_size(process, self.group_bytes, starts[0]))
             for group in groups[:-1]:
                 starts.append(advance(process, starts[-1], [group]))
-        memory = trees.nbytes(starts) + group_bytes(process, groups)
+        memory = trees.nbytes(starts) + group_bytes(process, groups, starts[0])
         sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
         while groups:
             sweep.through(starts.pop(), groups.pop())
