@@ -68,14 +68,15 @@ class _Pooled(torch.autograd.Function):
         pixels = prod(map(outputs_of, x.shape[2:], weight.shape[2:], stride, padding))
         refuse_single_values(min(sets.sizes) * pixels)
         tiles = list(_tiles(sets, max(1, TILE_BYTES // (pixels * weight[:, 0, 0, 0].nbytes))))
-        raw, largest, places, moments = [], [], [], []
+        largest, moments, raw, places = [], [], [], []
         for _, tile in tiles:
             result = F.conv2d(x[tile], weight, None, stride, padding).contiguous(memory_format=torch.channels_last)
             moments.append(_moments(result))
             values, indices = aten.max_pool2d_with_indices(result, *window)
-            raw.append(result)
             largest.append(values)
-            places.append(indices)
+            if any(ctx.needs_input_grad):
+                raw.append(result)
+                places.append(indices)
         means, variances = _combined(moments, [k for k, _ in tiles], len(sets.sizes))
         factors = scale * torch.rsqrt(variances + eps)
         offsets = shift - means * factors
