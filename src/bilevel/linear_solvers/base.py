@@ -21,12 +21,14 @@ class Operator:
         matmat: rows V ↦ rows A v for a batch of vectors, where that is faster than one after another.
         symmetric: True if A is symmetric by construction, None if nobody knows.
         step: an ω for which x ← x + ω(b − A x) is known to be the natural iteration (1 for A = I − ∂Φ), or None.
+        inverse: v ↦ roughly A⁻¹ v, symmetric and positive definite: a preconditioner, where one is known.
     """
 
     matvec: Callable[[Tensor], Tensor]
     matmat: Callable[[Tensor], Tensor] | None = None
     symmetric: bool | None = None
     step: float | None = None
+    inverse: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, vector: Tensor) -> Tensor:
         return self.matvec(vector)

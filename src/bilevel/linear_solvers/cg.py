@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CG(LinearSolver):
-    """Conjugate gradients for a symmetric positive definite A, preconditioned by `Nystrom` if given.
+    """Conjugate gradients for a symmetric positive definite A, preconditioned by `Nystrom` if given, else by what the
+    operator itself knows of its inverse.
 
     A map that is not symmetric is refused, and so is one with negative curvature: at such a point the inner problem has
     no minimiser for an implicit gradient to refer to.
@@ -51,41 +52,14 @@ class CG(LinearSolver):
         if operator.symmetric is None:
             refuse_unless_symmetric(operator, b, "CG")
             products += 2
-        precondition = self.preconditioner.inverse(operator, b) if self.preconditioner else lambda r: r
-        products += self.preconditioner.rank if self.preconditioner else 0
-        limit = 2 * b.numel() if self.max_iter is None else self.max_iter
-
-        x = torch.zeros_like(b) if x0 is None else x0.clone()
-        residual = b.clone() if x0 is None else b - operator(x)
-        products += x0 is not None
-        if not residual.norm() <= b.norm():
-            # A start that is worse than none is none: the digits lost on the way back would not return.
-            x, residual = torch.zeros_like(b), b.clone()
-        direction = preconditioned = precondition(residual)
-        slope = torch.dot(residual, preconditioned)
-        target = reachable(self.tol, b) * b.norm()
-        iterations = 0
-        while residual.norm() > target and iterations < limit:
-            image = operator(direction)
-            iterations += 1
-            curvature = torch.dot(direction, image)
-            if not curvature > 0:
-                raise BilevelError(
-                    f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration "
-                    f"{iterations}: the matrix is not positive definite, so w_T is not near a strict minimiser of the "
-                    "inner objective. Run more inner steps, add an L2 term to the inner objective, or use Reverse(), "
-                    "which needs no minimiser."
-                )
-            length = slope / curvature
-            x = x + length * direction
-            residual = residual - length * image
-            preconditioned = precondition(residual)
-            slope, previous = torch.dot(residual, preconditioned), slope
-            direction = preconditioned + (slope / previous) * direction
+        if self.preconditioner is not None:
+            operator = replace(operator, inverse=self.preconditioner.inverse(operator, b))
+            products += self.preconditioner.rank
+        x, residual, spent = conjugate(operator, b, x0, self.tol, self.max_iter)
         # The recurrence drifts from the true residual; what is reported is measured.
-        residual = b - operator(x) if iterations else residual
-        measured = relative(residual, b)
-        products += iterations + (iterations > 0)
+        moved = spent > (x0 is not None)
+        measured = relative(b - operator(x) if moved else residual, b)
+        products += spent + moved
         return LinearSolution(x, measured, products, measured <= 10 * reachable(self.tol, b))
 
     @classmethod
@@ -93,6 +67,46 @@ class CG(LinearSolver):
         from bilevel.linear_solvers.nystrom import Nystrom
 
         return [cls(), cls(preconditioner=Nystrom(rank=4, damping=0.5))]
+
+
+def conjugate(
+    operator: Operator, b: Tensor, x0: Tensor | None, tol: float, max_iter: int | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """x, the recurrence's idea of b − A x, and the products spent; preconditioned where the operator knows how.
+
+    Whatever the preconditioner is, the residual belongs to x: a poor one costs iterations, not digits.
+    """
+    limit = 2 * b.numel() if max_iter is None else max_iter
+    x = torch.zeros_like(b) if x0 is None else x0.clone()
+    residual = b.clone() if x0 is None else b - operator(x)
+    if not residual.norm() <= b.norm():
+        # A start that is worse than none is none: the digits lost on the way back would not return.
+        x, residual = torch.zeros_like(b), b.clone()
+    target = reachable(tol, b) * b.norm()
+    direction, previous, iterations = torch.zeros_like(b), None, 0
+    while residual.norm() > target and iterations < limit:
+        preconditioned = residual if operator.inverse is None else operator.inverse(residual)
+        slope = torch.dot(residual, preconditioned)
+        if operator.inverse is not None and not slope > 0:
+            raise BilevelError(
+                f"CG's preconditioner is not positive definite: ⟨r, M r⟩ = {float(slope):.3g} at iteration "
+                f"{iterations}. It must be a symmetric positive definite map, roughly the inverse of the matrix: a "
+                "Cholesky factor of part of it, penalties included, or its diagonal."
+            )
+        direction = preconditioned if previous is None else preconditioned + (slope / previous) * direction
+        image = operator(direction)
+        iterations += 1
+        curvature = torch.dot(direction, image)
+        if not curvature > 0:
+            raise BilevelError(
+                f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration "
+                f"{iterations}: the matrix is not positive definite, so w_T is not near a strict minimiser of the "
+                "inner objective. Run more inner steps, add an L2 term to the inner objective, or use Reverse(), "
+                "which needs no minimiser."
+            )
+        length = slope / curvature
+        x, residual, previous = x + length * direction, residual - length * image, slope
+    return x, residual, iterations + (x0 is not None)
 
 
 def refuse_unless_symmetric(operator: Operator, b: Tensor, solver: str) -> None:

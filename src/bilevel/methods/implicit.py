@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -21,6 +22,7 @@ from bilevel.linear_solvers.neumann import Neumann
 from bilevel.linear_solvers.nystrom import Nystrom
 from bilevel.methods.base import Hypergradient, Method, Part
 from bilevel.methods.near_minimiser import newton
+from bilevel.methods.preconditioner import Preconditioner, inverse_at
 from bilevel.methods.process import Gradients, Process, State, accumulate, live_copy
 
 
@@ -41,6 +43,10 @@ class Implicit(Method):
         condition: "auto", or "fixed-point" to differentiate w = Φ_T(w, λ) of a smooth dynamics too.
         newton: after the T steps (one will do) go on by Newton's method, with CG, until ‖∇_w L‖ is at most this.
             Value and gradient are then those at the point where it ends.
+        preconditioner: `f(w, lam, task)` that returns a function of v, a tree like w, with roughly (∇²_w L)⁻¹ v: a
+            symmetric positive definite map, such as a Cholesky factor of the Hessian on some of the rows. It is asked
+            for once per hypergradient, where the T steps end, and serves Newton's method and the linear system. A poor
+            one costs products, not digits.
 
     Both tolerances may be loose while λ is far from its goal: `solve` takes a function of the hyperiteration, as in
     `method=lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)`, and with `start="warm"` both solvers begin
@@ -63,6 +69,7 @@ class Implicit(Method):
     condition: Literal["auto", "fixed-point"] = "auto"
     # As for CG's tolerance: it may change at every call without anything to be checked again.
     newton: float | None = field(default=None, compare=False)
+    preconditioner: Preconditioner | None = field(default=None, compare=False)
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
 
@@ -81,6 +88,8 @@ class Implicit(Method):
             )
         if self.condition not in ("auto", "fixed-point"):
             raise BilevelError(f"Implicit(condition={self.condition!r}) is not known; pass 'auto' or 'fixed-point'.")
+        if self.preconditioner is not None:
+            self._check_preconditioner(process)
         if self.newton is None:
             return
         if isinstance(self.newton, bool) or not isinstance(self.newton, (int, float)) or not self.newton > 0:
@@ -89,6 +98,23 @@ class Implicit(Method):
             raise BilevelError(
                 f"Implicit(newton={self.newton}) seeks a point with ∇L = 0, and the limits of this dynamics are other "
                 "points, its fixed points. Leave newton out and run more steps."
+            )
+
+    def _check_preconditioner(self, process: Process) -> None:
+        if not callable(self.preconditioner):
+            raise BilevelError(
+                f"Implicit(preconditioner={type(self.preconditioner).__name__}) is not a function of (w, lam, task). "
+                "Pass one that returns a function of v, as in `lambda w, lam, task: lambda v: v / diagonal`."
+            )
+        if not isinstance(self.solver or CG(), CG) or getattr(self.solver, "preconditioner", None):
+            raise BilevelError(
+                f"Implicit({self.solver!r}, preconditioner=…) would not use the preconditioner. Pass CG(tol), without "
+                "a preconditioner of its own, or leave one of the two out."
+            )
+        if self._at_fixed_point(process):
+            raise BilevelError(
+                "Implicit(preconditioner=…) is for the Hessian of the inner objective, but here the fixed point of the "
+                "dynamics is differentiated, whose matrix is not symmetric. Leave the preconditioner out."
             )
 
     def sees(self, process: Process) -> frozenset[Part]:
@@ -102,13 +128,15 @@ class Implicit(Method):
             return bound.dynamics.stationary_step(bound.loss(max(t, 1)), bound.start()[0], max(t, 1)) is not None
 
     def __call__(self, process: Process) -> Hypergradient:
-        state, spent = self._solved(process)
+        state = process.run()
+        inverse = None if self.preconditioner is None else inverse_at(self.preconditioner, process, state[0])
+        state, spent = self._solved(process, state, inverse)
         value, alpha, direct, _ = process.outer_gradients(state)
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
         b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
 
-        operator = _adjoint_operator(form, points, sign, symmetric)
+        operator = replace(_adjoint_operator(form, points, sign, symmetric), inverse=inverse)
         solver = self.solver or (CG() if symmetric else FixedPoint())
         if process.adjoint is not None and process.adjoint.shape != b.shape:
             raise BilevelError(
@@ -120,7 +148,7 @@ class Implicit(Method):
             warnings.warn(
                 f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after "
                 f"{solution.products} products; the hypergradient carries an error of that order. Raise max_iter, or "
-                "precondition with CG(preconditioner=Nystrom(rank)).",
+                "precondition with CG(preconditioner=Nystrom(rank)) or Implicit(preconditioner=…).",
                 BilevelWarning,
                 stacklevel=2,
             )
@@ -143,12 +171,12 @@ class Implicit(Method):
             peak_memory=4 * trees.nbytes(points),
         )
 
-    def _solved(self, process: Process) -> tuple[State, int]:
+    def _solved(self, process: Process, state: State, inverse: Callable[[Tensor], Tensor] | None) -> tuple[State, int]:
         """The state to differentiate at, and the products that Newton's method took to get there."""
-        state = process.run()
         if self.newton is None:
             return state, 0
-        found = newton(process.bound.loss(max(process.times.stop - 1, 1)), state[0], self.newton)
+        loss = process.bound.loss(max(process.times.stop - 1, 1))
+        found = newton(loss, state[0], self.newton, inverse=inverse)
         if not found.gradient_norm <= self.newton:
             warnings.warn(
                 f"Newton's method stopped at ‖∇L‖ = {found.gradient_norm:.3g}, above newton={self.newton:.3g}; the "

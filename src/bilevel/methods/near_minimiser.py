@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.dynamics.base import at
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.cg import CG
+from bilevel.linear_solvers.cg import CG, conjugate
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.methods.curvature import hessian
 from bilevel.methods.process import Process
@@ -100,10 +100,17 @@ class NewtonPoint:
     products: int
 
 
-def newton(loss: Callable[[Tree], Tensor], w: Tree, tol: float, limit: int = 50) -> NewtonPoint:
+def newton(
+    loss: Callable[[Tree], Tensor],
+    w: Tree,
+    tol: float,
+    limit: int = 50,
+    inverse: Callable[[Tensor], Tensor] | None = None,
+) -> NewtonPoint:
     """Go on from w by truncated Newton steps until ‖∇L‖ ≤ tol, or until no step makes the slope along it smaller.
 
-    Each linear system is solved by CG, no more accurately than the step can use.
+    Each linear system is solved by CG, no more accurately than the step can use, and preconditioned by `inverse`. The
+    next ∇L tells more than the residual would, so that is not measured.
 
     >>> point = newton(lambda w: (w - 1).exp() - w, torch.tensor(3.0).double(), 1e-9)
     >>> round(float(point.w), 6), point.gradient_norm <= 1e-9
@@ -115,13 +122,14 @@ def newton(loss: Callable[[Tree], Tensor], w: Tree, tol: float, limit: int = 50)
     for _ in range(limit):
         if not norm > tol:
             break
-        solution = CG(tol=min(0.1, max(0.5 * tol / norm, 1e-12))).solve(operator, slope)
-        step, products = spec.unflatten(trees.from_vector(solution.x, points)), products + solution.products
-        along, size = float(torch.dot(slope, solution.x)), 1.0
+        accuracy = min(0.1, max(0.5 * tol / norm, 1e-12))
+        move, _, spent = conjugate(replace(operator, inverse=inverse), slope, None, accuracy)
+        step, products = spec.unflatten(trees.from_vector(move, points)), products + spent
+        along, size = float(torch.dot(slope, move)), 1.0
         while size > 1e-4:
-            there = trees.map(lambda point, move, size=size: point - size * move, w, step)
+            there = trees.map(lambda point, part, size=size: point - size * part, w, step)
             after, beyond = hessian(loss, there)
-            if abs(float(torch.dot(after, solution.x))) <= 0.9 * along:
+            if abs(float(torch.dot(after, move))) <= 0.9 * along:
                 break
             size /= 2
         else:

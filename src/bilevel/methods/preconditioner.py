@@ -1,0 +1,49 @@
+"""What the user knows about the inverse of the inner Hessian, as a map of vectors that conjugate gradients can use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.methods.process import Process
+from bilevel.problem import Task
+from bilevel.trees import Tree
+
+Inverse = Callable[[Tree], Tree]
+Preconditioner = Callable[[Tree, Tree, Task], Inverse]
+
+
+def inverse_at(preconditioner: Preconditioner, process: Process, w: Tree) -> Callable[[Tensor], Tensor]:
+    """The map v ↦ roughly (∇²_w L)⁻¹ v that the preconditioner builds at w, on vectors instead of trees like w."""
+    with torch.no_grad():
+        inverse: Any = preconditioner(trees.detach(w), trees.detach(process.bound.lam), process.bound.task)
+    if not callable(inverse):
+        raise BilevelError(
+            f"preconditioner(w, lam, task) returned a {type(inverse).__name__}, but it must return a function: "
+            "v ↦ roughly H⁻¹ v, for v a tree like w. Write `return lambda v: …`."
+        )
+    points, spec = trees.flatten(w)
+    names = trees.paths(w)
+
+    def apply(vector: Tensor) -> Tensor:
+        with torch.no_grad():
+            parts, found = trees.flatten(inverse(spec.unflatten(trees.from_vector(vector, points))))
+        if found != spec or not all(isinstance(part, Tensor) for part in parts):
+            raise BilevelError(
+                f"The preconditioner maps v to {trees.describe(found.unflatten(parts))}, but must map it to a tree "
+                f"like w: {trees.describe(w)}."
+            )
+        for name, part, point in zip(names, parts, points, strict=True):
+            if part.shape != point.shape:
+                raise BilevelError(
+                    f"The preconditioner maps v{name} to a tensor of shape {list(part.shape)}, but must keep the shape "
+                    f"{list(point.shape)} that w{name} has."
+                )
+        return trees.to_vector(parts)
+
+    return apply
