@@ -79,3 +79,22 @@ def test_who_stops_listening_leaves_nothing_running(two_threads):
     time.sleep(0.1)
     assert running._value == done < 10
     assert torch.get_num_threads() == 2
+
+
+def test_results_do_not_pile_up(two_threads):
+    made = []
+
+    def work(n):
+        made.append(n)
+        return n
+
+    results = side_by_side(work, range(100))
+    assert next(results) == 0
+    time.sleep(0.1)
+    assert len(made) <= 5
+    assert list(results) == list(range(1, 100))
+
+
+def test_a_single_item_has_one_thread_too(two_threads):
+    assert list(side_by_side(lambda n: torch.get_num_threads(), [1])) == [1]
+    assert torch.get_num_threads() == 2

@@ -7,10 +7,12 @@ a factor of two. Torch lets go of Python's lock while it computes, so threads su
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -22,30 +24,38 @@ Result = TypeVar("Result")
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
     """work(item) of every item, in their order, with the threads that torch was given (`torch.set_num_threads`).
 
-    What an item's result is does not depend on the number of threads, because each has one to itself. An error of any
-    item is raised here. Inside of `work`, side_by_side takes one item after the other.
+    What an item's result is does not depend on the number of threads or of items, because each has one thread to
+    itself. An error of any item is raised here. Inside of `work`, side_by_side takes one item after the other. Results
+    wait for those before them, so a few are in memory at a time. Who leaves the loop early should close the iterator.
 
     >>> list(side_by_side(lambda n: n * n, [1, 2, 3]))
     [1, 4, 9]
     """
     threads = torch.get_num_threads()
-    if min(threads, len(items)) <= 1:
-        yield from map(work, items)
-        return
-
-    def alone(item: Item) -> Result:
-        torch.set_num_threads(1)  # the number is a thread's own, and in part everybody's
-        return work(item)
-
     with one_thread():
-        futures = [_pool(threads).submit(alone, item) for item in items]
+        if min(threads, len(items)) <= 1:
+            yield from map(work, items)
+            return
+        pool, left, under_way = _pool(threads), iter(items), deque[Future[Result]]()
+
+        def begin() -> None:
+            under_way.extend(pool.submit(_alone, work, item) for item in islice(left, 1))
+
         try:
-            for future in futures:
-                yield future.result()
+            for _ in range(2 * threads):
+                begin()
+            while under_way:
+                yield under_way.popleft().result()
+                begin()
         finally:
-            for future in futures:
+            for future in under_way:
                 future.cancel()
-            wait(futures)
+            wait(under_way)
+
+
+def _alone(work: Callable[[Item], Result], item: Item) -> Result:
+    torch.set_num_threads(1)  # the number is a thread's own, and in part everybody's
+    return work(item)
 
 
 @contextmanager

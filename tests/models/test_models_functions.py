@@ -127,7 +127,7 @@ def test_a_layer_with_stride_is_convolution_batch_norm_relu(size, stride, paddin
     nn.init.normal_(norm.bias)
     norm.seen = []
     x = draw(5, 16, *shape)
-    assert applies(conv, x.device)
+    assert applies(conv, x)
     ours, plain = our_layer(x, conv, norm, next_stride), plain_layer(x, conv, norm)
     assert torch.allclose(ours, plain, rtol=1e-12, atol=1e-12)
     inputs = [x, conv.weight, *norm.parameters()]
@@ -187,7 +187,7 @@ def test_a_gradient_may_come_as_a_view():
     ],
 )
 def test_other_convolutions_are_left_to_torch(conv):
-    assert not applies(conv, torch.device("cpu"))
+    assert not applies(conv, torch.zeros(1))
 
 
 # ------------------------------------------------------------------------------------- pooling
@@ -218,7 +218,7 @@ def test_pooling_first_is_convolution_batch_norm_relu_pooling(pool, scale, layou
         x[:, :, :4] = 40.0  # and the largest may be several; other kernels break ties by rounding
     x.requires_grad_()
     layers = conv, norm, nn.ReLU(), pool
-    assert _pooled.applies(layers, x.device)
+    assert _pooled.applies(layers, x)
     ours, plain = _pooled.pooled(x, layers), plain_pooled(x, conv, norm, pool)
     assert torch.allclose(ours, plain, rtol=1e-11, atol=1e-11)
     inputs = [x, conv.weight, *norm.parameters()]
@@ -248,12 +248,13 @@ def test_pooling_first_is_differentiable_twice():
 def test_what_does_not_grow_is_pooled_last():
     conv, norm, relu, pool = nn.Conv2d(1, 2, 3, bias=False), BatchNorm(2, scale=True), nn.ReLU(), nn.MaxPool2d(2)
     norm.sizes = SIZES
-    assert _pooled.applies((conv, norm, relu, pool), torch.device("cpu"))
-    assert not _pooled.applies((conv, norm, nn.GELU(), pool), torch.device("cpu"))
-    assert not _pooled.applies((conv, norm, relu, nn.MaxPool2d(2, dilation=2)), torch.device("cpu"))
+    assert _pooled.applies((conv, norm, relu, pool), torch.zeros(1))
+    assert not _pooled.applies((conv, norm, nn.GELU(), pool), torch.zeros(1))
+    assert not _pooled.applies((conv, norm, relu, nn.MaxPool2d(2, dilation=2)), torch.zeros(1))
+    assert not _pooled.applies((conv, norm, relu, pool), torch.zeros(1, dtype=torch.bfloat16))
     with torch.no_grad():
         norm.weight[0] = -1.0
-    assert not _pooled.applies((conv, norm, relu, pool), torch.device("cpu"))
+    assert not _pooled.applies((conv, norm, relu, pool), torch.zeros(1))
 
 
 # ------------------------------------------------------------------------------------- memory

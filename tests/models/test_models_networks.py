@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -191,3 +192,30 @@ def test_a_module_of_unknown_kind_is_not_taken_to_treat_images_one_by_one():
 
     assert per_image(converted(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())))
     assert not per_image(converted(nn.Sequential(nn.Conv2d(1, 2, 3), Mixing(), nn.Flatten())))
+
+
+def test_gradients_of_gradients_through_layers_of_every_kind():
+    """A folded layer, one with a stride, one with pooling, and an operation in place after it."""
+    torch.manual_seed(6)
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 64, 3, stride=2, bias=False), nn.BatchNorm2d(64), nn.ReLU()),
+        *(nn.Conv2d(64, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 4, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.LeakyReLU(inplace=True)),
+        nn.Flatten(),
+    ).train()
+    sets, found = [torch.rand(n, 1, 17, 17) for n in (3, 4)], []
+    for module in (net, converted(copy.deepcopy(net))):
+        parameters = list(module.parameters())
+        if module is net:
+            features = torch.cat([module(x) for x in sets])
+        else:
+            with using(layers(module), "own", [3, 4]):
+                features = module(torch.cat(sets))
+        loss = features.square().sum()
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        again = torch.autograd.grad(loss, parameters, create_graph=True)
+        for one, other in zip(first, again, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in again), parameters)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-7, atol=1e-8 * float(one.abs().max()))

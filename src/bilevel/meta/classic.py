@@ -6,7 +6,7 @@ few gradient steps; nothing is differentiated through the steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class ClassicTraining(FewShotTraining):
         if (iteration - 1) % self.settings.steps == 0:
             self.heads = self._new_heads()
         return [range(block * count, (block + 1) * count)]
+
+    def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
+        yield from map(self._sum, groups)  # one group, with all threads inside of it
 
     def _sum(self, group: range) -> Tensor:
         """Σ_j L^j, its gradient in λ, and a step of every w^j."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,9 @@ from bilevel.models import build, heads
 from bilevel.models._allocator import keep_freed_memory
 from bilevel.models.batch_norm import MODES, BatchNorm, Mode
 from bilevel.problem import Problem, Task
-from bilevel.side_by_side import side_by_side
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
 
 Batch = tuple[Tensor, Tensor]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class HyperRepresentation:
@@ -200,7 +197,7 @@ class HyperRepresentation:
 
     def to(self, device: torch.device | str) -> HyperRepresentation:
         """Move the learner there; episodes follow it. Returns the learner itself."""
-        self.representation.to(device)
+        self.module.to(device)
         self.lam = {name: value.to(device) for name, value in self.lam.items()}
         return self
 
@@ -298,48 +295,53 @@ class HyperRepresentation:
         chunks = self._chunks(episodes)
         count, total = sum(len(chunk.train[0]) for chunk in chunks), None
         value = next(iter(self.lam.values())).new_zeros(())
-        for chunk, (one, grads) in zip(chunks, self.each(self._of_chunk, chunks), strict=True):
-            share = len(chunk.train[0]) / count
-            value = value + share * one
-            if total is None:
-                total = {name: share * g for name, g in grads.items()}
-            else:
-                for name, g in grads.items():
-                    total[name].add_(g, alpha=share)
+        with closing(self.representation.each(self._of_chunk, chunks)) as results:
+            for chunk, (one, grads) in zip(chunks, results, strict=True):
+                share = len(chunk.train[0]) / count
+                value = value + share * one
+                if total is None:
+                    total = {name: share * g for name, g in grads.items()}
+                else:
+                    for name, g in grads.items():
+                        total[name].add_(g, alpha=share)
         assert total is not None
         return value, total
 
     def _chunks(self, episodes: Task | Sequence[Task]) -> list[Task]:
         known, asked = self._here(episodes)
         parts = [list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in (known, asked)]
-        # Where one tensor is both sets it stays one.
-        return [Task(*pair) for pair in zip(parts[0], parts[0] if asked[0] is known[0] else parts[1], strict=True)]
-
-    def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Iterable[Result]:
-        """work(item) of every item, which may use this learner, on all of torch's threads if that is possible."""
-        return map(work, items) if self.alone() else side_by_side(work, items)
-
-    def alone(self) -> bool:
-        """Whether one thread at a time uses it: a graphics card needs no more, and averages are noted in order."""
-        return self.batch_norm == "running" or next(iter(self.lam.values())).device.type != "cpu"
+        if asked[0] is known[0]:  # one tensor that is both sets stays one
+            parts[1] = [(images, answers) for (images, _), (_, answers) in zip(*parts, strict=True)]
+        return [Task(*pair) for pair in zip(*parts, strict=True)]
 
     def _of_chunk(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
-        (images, labels), (queries, answers) = task.train, task.val
-        ways = int(labels.max()) + 1
-        # With few examples the steps and their adjoint are written out by hand.
-        if type(self.method) is Reverse and images.shape[1] <= self.features and queries is not images:
-            lam = {name: value.detach().requires_grad_() for name, value in self.lam.items()}
-            features = self.represent_episodes(lam, images, queries, ways, training=True)
-            descent = heads.Descent(self.steps, self.inner_lr, self.l2)
-            known, asked = (x.detach() for x in features)
-            value, *back = descent.outer(known, labels, asked, answers, ways)
-            grads = torch.autograd.grad(features, list(lam.values()), back, allow_unused=True)
-            if torch.isfinite(value) and all(g is not None for g in grads):
-                return value, dict(zip(lam, grads, strict=True))
-        # What is wrong is said by the engine.
-        problem = self.problem(len(images), ways)
+        found = self._by_hand(task)
+        if found is not None:
+            return found
+        # The general way, which also says what is wrong.
+        problem = self.problem(len(task.train[0]), int(task.train[1].max()) + 1)
         result = hypergradient(problem, self.lam, task, dynamics=self.dynamics, steps=self.steps, method=self.method)
         return result.value, result.grad
+
+    def _by_hand(self, task: Task) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """With few examples the steps and their adjoint are written out; None where that does not work."""
+        (images, labels), (queries, answers) = task.train, task.val
+        if type(self.method) is not Reverse or images.shape[1] > self.features:
+            return None
+        lam = {name: value.detach().requires_grad_() for name, value in self.lam.items()}
+        ways = int(labels.max()) + 1
+        try:
+            with torch.enable_grad():
+                features = self.represent_episodes(lam, images, queries, ways, training=True)
+                known, asked = (x.detach() for x in features)
+                descent = heads.Descent(self.steps, self.inner_lr, self.l2)
+                value, *back = descent.outer(known, labels, asked, answers, ways)
+                grads = torch.autograd.grad(features, list(lam.values()), back, allow_unused=True)
+        except RuntimeError:
+            return None
+        if any(g is None for g in grads) or not all(bool(x.isfinite().all()) for x in (value, *grads)):
+            return None
+        return value, dict(zip(lam, grads, strict=True))
 
     def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
         """A classifier from a few labelled images, by the T steps that the representation was learned for.
@@ -354,7 +356,7 @@ class HyperRepresentation:
     def accuracies(self, episodes: Task | Sequence[Task], steps: int) -> Tensor:
         """Accuracy on the query set after 1…steps inner steps: episodes × steps."""
         keep_freed_memory()
-        return torch.cat(list(self.each(partial(self._accuracies, steps=steps), self._chunks(episodes))))
+        return torch.cat(list(self.representation.each(partial(self._accuracies, steps=steps), self._chunks(episodes))))
 
     @torch.no_grad()
     def _accuracies(self, task: Task, steps: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,9 @@ class MulticlassTraining(FewShotTraining):
 
     def _groups(self, iteration: int) -> list[range]:
         return [range(iteration, iteration + 1)]
+
+    def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
+        yield from map(self._sum, groups)  # one group, with all threads inside of it
 
     def _sum(self, group: range) -> Tensor:
         images, labels = self._draw(group.start)

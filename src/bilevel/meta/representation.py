@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 from bilevel.models import heads
 from bilevel.models._blocks import per_image
 from bilevel.models.batch_norm import BatchNorm, Mode, converted, layers, using
+from bilevel.side_by_side import side_by_side
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 # Pictures that pass through the network together, whole episodes of them. More of them make larger matrix products;
 # too many leave the processor's cache.
 TOGETHER_BYTES = 1024**2
@@ -31,7 +36,7 @@ class Representation:
         self.module: nn.Module = ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norms: dict[str, BatchNorm] = layers(self.module)
         self.batch_norm = batch_norm
-        self._forget_copies()
+        self._lent = threading.local()
 
     def features(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
         """h_λ of images."""
@@ -77,31 +82,48 @@ class Representation:
     # ------------------------------------------------------------------------------------------- threads
 
     def here(self) -> Representation:
-        """Itself, or a copy for another thread than the one that made it: modules cannot be used by two at a time."""
-        if threading.get_ident() == self._owner:
-            return self
-        if not hasattr(self._copies, "mine"):
+        """Itself, or the copy that this thread was lent: a module cannot be used by two threads at a time."""
+        mine: Representation = getattr(self._lent, "mine", self)
+        return mine
+
+    def each(self, work: Callable[[Item], Result], items: Sequence[Item]) -> Generator[Result, None, None]:
+        """work(item) of every item, which may use this representation, on all of torch's threads where possible."""
+        threads = torch.get_num_threads()
+        if self.alone():
+            yield from map(work, items)
+        else:
+            yield from side_by_side(self.lending(work, threads) if threads > 1 else work, items)
+
+    def alone(self) -> bool:
+        """Whether one thread at a time uses it: a graphics card needs no more, averages are noted in order, and modes
+        of torch hold for the thread that chose them."""
+        modes = torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")
+        return modes or self.batch_norm == "running" or next(self.module.parameters()).device.type != "cpu"
+
+    def lending(self, work: Callable[[Item], Result], copies: int) -> Callable[[Item], Result]:
+        """The same work, for so many threads at a time: each finds a copy `here`."""
+        free: SimpleQueue[Representation] = SimpleQueue()
+        # λ is passed to every call, and averages change in place, so copies share both.
+        shared = {id(x): x for x in (*self.module.parameters(), *self.module.buffers())}
+        for _ in range(copies):
             mine = copy.copy(self)
-            # The averages stay shared, because they change.
-            shared = {id(buffer): buffer for buffer in self.module.buffers()}
-            mine.module = copy.deepcopy(self.module, shared)
+            mine.module = copy.deepcopy(self.module, dict(shared))
             mine.norms = layers(mine.module)
-            mine._owner = threading.get_ident()
-            self._copies.mine = mine
-        found: Representation = self._copies.mine
-        found.batch_norm = self.batch_norm
-        return found
+            free.put(mine)
 
-    def to(self, device: torch.device | str) -> None:
-        self.module.to(device)
-        self._forget_copies()
+        def lent(item: Item) -> Result:
+            self._lent.mine = free.get()
+            try:
+                return work(item)
+            finally:
+                free.put(self._lent.mine)
+                del self._lent.mine
 
-    def _forget_copies(self) -> None:
-        self._owner, self._copies = threading.get_ident(), threading.local()
+        return lent
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_owner", "_copies")}
+        return {name: value for name, value in self.__dict__.items() if name != "_lent"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_copies()
+        self._lent = threading.local()

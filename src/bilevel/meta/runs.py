@@ -89,7 +89,9 @@ def enter(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
             f"{advice or usual}"
         )
-    if before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
+    # Otherwise every group of episodes has a thread to itself.
+    shared = settings.batch_norm == "running" or kind in ("classic", "multiclass")
+    if shared and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
     write_json(folder.config_file, {**before, "settings": settings.plain()})
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
@@ -125,8 +125,9 @@ class FewShotTraining:
         mine = self.world.share(groups)
         total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
         # Group by group and in their order, so that the sum does not depend on who computed which.
-        for row in self.world.gather(self.learner.each(self._sum, mine), len(groups), like=total):
-            total += row
+        with closing(self._sums(mine)) as sums:
+            for row in self.world.gather(sums, len(groups), like=total):
+                total += row
         self._update(total / settings.meta_batch, iteration)
         seconds = time.perf_counter() - began
         rate = settings.meta_batch * self._images() / seconds
@@ -141,6 +142,9 @@ class FewShotTraining:
         size = max(1, min(self.learner.chunk, count // 4))
         numbers = range((iteration - 1) * count, iteration * count)
         return [numbers[begin : begin + size] for begin in range(0, count, size)]
+
+    def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
+        return self.learner.representation.each(self._sum, groups)
 
     def _sum(self, group: range) -> Tensor:
         """f_T, ∇f_T and the statistics that batch norm's running averages are made of, added up, in one vector."""
@@ -224,7 +228,7 @@ class FewShotTraining:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        side_by_side = self.world.size * (1 if self.learner.alone() else torch.get_num_threads())
+        side_by_side = self.world.size * (1 if self.learner.representation.alone() else torch.get_num_threads())
         with one_thread() if side_by_side > self.world.size else nullcontext():
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
                 self.learner.hypergradient(batch)

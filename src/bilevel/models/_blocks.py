@@ -65,7 +65,7 @@ def _next(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, int]:
     first, second = [*layers[:2], None][:2]
     if isinstance(first, BatchNorm) and first.sizes is not None and type(second) is nn.ReLU:
         return first.normalised(x, rectify=True), 2
-    if _pooled.applies(layers, x.device):
+    if _pooled.applies(layers, x):
         return _pooled.pooled(x, layers), 4
     stack = _stack(layers, x)
     if stack:
@@ -83,7 +83,7 @@ def _stack(layers: Sequence[nn.Module], x: Tensor) -> list[Layer]:
     for conv, norm, relu in zip(layers[::3], layers[1::3], layers[2::3], strict=False):
         if not (isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm) and type(relu) is nn.ReLU):
             break
-        if norm.sizes is None or not (_strided.applies(conv, x.device) or (not found and folds(conv, x))):
+        if norm.sizes is None or not (_strided.applies(conv, x) or (not found and folds(conv, x))):
             break
         found.append((conv, norm))
     return found

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain
+from bilevel.models._layers import is_plain, suits
 from bilevel.models._sets import Sets
 from bilevel.models._strided import ranks
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
@@ -23,6 +23,7 @@ def folds(layer: nn.Conv2d, x: Tensor) -> bool:
         is_plain(layer)
         and 4 * layer.in_channels * prod(layer.kernel_size) <= layer.out_channels
         and not x.requires_grad
+        and suits(x)
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def convolution(inputs: int, outputs: int, size: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
@@ -24,3 +25,8 @@ def is_plain(layer: nn.Conv2d) -> bool:
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
     )
+
+
+def suits(x: Tensor) -> bool:
+    """Whether layers are worth computing in a way of our own: graphics cards and half precision have theirs."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain
+from bilevel.models._layers import is_plain, suits
 from bilevel.models._sets import Sets
 from bilevel.models._strided import outputs_of
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
@@ -26,9 +26,9 @@ from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 TILE_BYTES = 4 * 1024**2
 
 
-def applies(layers: Sequence[nn.Module], device: torch.device) -> bool:
+def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
     """Whether layers begin with four that are computed here."""
-    if len(layers) < 4 or device.type != "cpu":
+    if len(layers) < 4 or not suits(x):
         return False
     conv, norm, relu, pool = layers[:4]
     return (
@@ -53,7 +53,9 @@ def pooled(x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
     shift = conv.weight.new_zeros(conv.out_channels) if norm.bias is None else norm.bias
     window = (_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding), [1, 1], pool.ceil_mode)
     settings = list(conv.stride), list(conv.padding), norm.eps, window
-    y, means, variances = _Pooled.apply(x, conv.weight, scale, shift, sets, settings)  # type: ignore[no-untyped-call]
+    y, means, variances = _Pooled.apply(
+        x.contiguous(memory_format=torch.channels_last), conv.weight, scale, shift, sets, settings
+    )  # type: ignore[no-untyped-call]
     norm.note(means, variances)
     return y
 
@@ -64,7 +66,6 @@ class _Pooled(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, sets: Sets, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         stride, padding, eps, window = settings
-        x = x.contiguous(memory_format=torch.channels_last)
         pixels = prod(map(outputs_of, x.shape[2:], weight.shape[2:], stride, padding))
         refuse_single_values(min(sets.sizes) * pixels)
         tiles = list(_tiles(sets, max(1, TILE_BYTES // (pixels * weight[:, 0, 0, 0].nbytes))))
@@ -78,19 +79,16 @@ class _Pooled(torch.autograd.Function):
                 raw.append(result)
                 places.append(indices)
         means, variances = _combined(moments, [k for k, _ in tiles], len(sets.sizes))
-        factors = scale * torch.rsqrt(variances + eps)
-        offsets = shift - means * factors
-        for (k, _), values in zip(tiles, largest, strict=True):
-            values.mul_(factors[k][:, None, None]).add_(offsets[k][:, None, None]).relu_()
-        y = torch.cat(largest)
-        ctx.save_for_backward(x, weight, scale, shift, means, variances, y, *raw, *places)
+        centred = torch.cat([x.sub_(means[k][:, None, None]) for (k, _), x in zip(tiles, largest, strict=True)])
+        y = _affine(centred, scale * torch.rsqrt(variances + eps), shift, sets).relu_()
+        ctx.save_for_backward(x, weight, scale, shift, means, variances, centred, *raw, *places)
         ctx.sets, ctx.settings, ctx.tiles = sets, settings, tiles
         ctx.mark_non_differentiable(means, variances)
         return y, means, variances
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *of_statistics: Tensor) -> Gradients:
-        x, weight, scale, shift, means, variances, y, *rest = ctx.saved_tensors
+        x, weight, scale, shift, means, variances, centred, *rest = ctx.saved_tensors
         stride, padding, eps, window = ctx.settings
         sets: Sets = ctx.sets
         if torch.is_grad_enabled():
@@ -104,13 +102,14 @@ class _Pooled(torch.autograd.Function):
             return *with_graph(plain, (x, weight, scale, shift), g), None, None
 
         raw, places = rest[: len(ctx.tiles)], rest[len(ctx.tiles) :]
-        delta, ends = (x.permute(0, 2, 3, 1) for x in (aten.threshold_backward(g, y, 0), y))
-        # Sums over all values are sums over the largest: the others have no part in the loss but through statistics.
-        # Where there is something to add, y > 0, and (y − shift)/factor is the centred value.
-        sums, along = (sets.sums(x.flatten(1, 2)[None]) for x in (delta, delta * (ends - shift)))
         inverse = torch.rsqrt(variances + eps)
+        factors = scale * inverse
+        delta = aten.threshold_backward(g, _affine(centred, factors, shift, sets), 0)
+        # Sums over all values are sums over the largest: the others have no part in the loss but through statistics.
+        sums, along = (sets.sums(x.permute(0, 2, 3, 1).flatten(1, 2)[None]) for x in (delta, delta * centred))
+        delta = delta.permute(0, 2, 3, 1)
         counts = means.new_tensor(sets.sizes)[:, None] * raw[0][0, 0].numel()
-        factors, slopes = scale * inverse, -along * inverse.square() / counts
+        slopes = -factors * inverse.square() * along / counts
         constants = -sums * factors / counts - means * slopes
 
         of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -126,7 +125,7 @@ class _Pooled(torch.autograd.Function):
             if of_x is not None:
                 of_x[tile] = one
             of_weight += two
-        return of_x, of_weight, (along / scale).sum(0), sums.sum(0), None, None
+        return of_x, of_weight, (along * inverse).sum(0), sums.sum(0), None, None
 
 
 def _tiles(sets: Sets, most: int) -> Iterator[tuple[int, slice]]:
@@ -138,6 +137,14 @@ def _tiles(sets: Sets, most: int) -> Iterator[tuple[int, slice]]:
     for k, (size, end) in enumerate(zip(sets.sizes, accumulate(sets.sizes), strict=True)):
         for begin in range(end - size, end, most):
             yield k, slice(begin, min(begin + most, end))
+
+
+def _affine(centred: Tensor, factors: Tensor, shift: Tensor, sets: Sets) -> Tensor:
+    """factor · x + shift with the factors of every set."""
+    y = torch.empty_like(centred)
+    for k, part in _tiles(sets, max(sets.sizes)):
+        torch.addcmul(shift[:, None, None], centred[part], factors[k][:, None, None], out=y[part])
+    return y
 
 
 def _moments(result: Tensor) -> tuple[int, Tensor, Tensor]:

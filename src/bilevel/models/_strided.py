@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain
+from bilevel.models._layers import is_plain, suits
 from bilevel.models._sets import Sets
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
@@ -28,22 +28,22 @@ def layer(x: Tensor, conv: nn.Conv2d, norm: BatchNorm, sets: Sets, next_stride: 
     scale = conv.weight.new_ones(conv.out_channels) if norm.weight is None else norm.weight
     shift = conv.weight.new_zeros(conv.out_channels) if norm.bias is None else norm.bias
     settings = conv.stride[0], conv.padding[0], norm.eps, next_stride
-    y, means, variances = _Layer.apply(x, conv.weight, scale, shift, sets, settings)  # type: ignore[no-untyped-call]
+    y, means, variances = _Layer.apply(x.contiguous(), conv.weight, scale, shift, sets, settings)  # type: ignore[no-untyped-call]
     refuse_single_values(min(sets.sizes) * y.shape[0] * y.shape[2])
     norm.note(means, variances)
     return y
 
 
-def applies(conv: nn.Conv2d, device: torch.device) -> bool:
+def applies(conv: nn.Conv2d, x: Tensor) -> bool:
     """Whether a convolution has a stride and is served better here than by torch."""
     return (
         is_plain(conv)
         and conv.stride[0] == conv.stride[1] > 1
         and conv.padding[0] == conv.padding[1] < conv.kernel_size[0] == conv.kernel_size[1]  # type: ignore[operator]
         and conv.kernel_size[0] >= conv.stride[0]
-        # Few channels make narrow matrices, and graphics cards have kernels of their own.
+        # Few channels make narrow matrices.
         and min(conv.in_channels, conv.out_channels) >= 16
-        and device.type == "cpu"
+        and suits(x)
     )
 
 
@@ -169,7 +169,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, sets: Sets, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         stride, padding, eps, next_stride = settings
-        x, filters = x.contiguous(), weight.permute(2, 3, 1, 0).contiguous()
+        filters = weight.permute(2, 3, 1, 0).contiguous()
         height, width = (outputs_of(n, weight.shape[2], stride, padding) for n in (x.shape[0], x.shape[2]))
         centred = x.new_zeros((height, x.shape[1], width, len(weight)))
         for pixels, weights, place in products(tuple(x.shape), tuple(filters.shape), stride, padding):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,10 @@ class BatchNorm(nn.Module):
         self.sizes: Sequence[int] | None = None
         self.kept: list[Statistics] = []
         self.seen: list[Statistics] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy begins without what this one is in the middle of.
+        return {**self.__dict__, "by": "own", "sizes": None, "kept": [], "seen": None}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by == "kept":
