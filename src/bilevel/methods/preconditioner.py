@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError
+from bilevel.linear_solvers.base import random_directions
 from bilevel.methods.process import Process
 from bilevel.problem import Task
 from bilevel.trees import Tree
@@ -46,4 +47,18 @@ def inverse_at(preconditioner: Preconditioner, process: Process, w: Tree) -> Cal
                 )
         return trees.to_vector(parts)
 
+    _refuse_unless_symmetric(apply, trees.to_vector(points))
     return apply
+
+
+def _refuse_unless_symmetric(apply: Callable[[Tensor], Tensor], like: Tensor) -> None:
+    """It costs no product with the Hessian to ask; a factor in another precision is symmetric enough."""
+    u, v = random_directions(2, like, seed=1)
+    mu, mv = apply(u), apply(v)
+    left, right = float(torch.dot(u, mv)), float(torch.dot(v, mu))
+    if abs(left - right) > 1e-3 * float(u.norm() * mv.norm() + v.norm() * mu.norm()):
+        raise BilevelError(
+            f"The preconditioner M is not symmetric: ⟨u, M v⟩ = {left:.6g} but ⟨v, M u⟩ = {right:.6g}, and conjugate "
+            "gradients would not converge with it. Solve with a Cholesky factor on both sides (torch.cholesky_solve), "
+            "or divide by a diagonal."
+        )
