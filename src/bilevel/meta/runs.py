@@ -90,7 +90,7 @@ def enter(
             f"{advice or usual}"
         )
     # Otherwise every group of episodes has a thread to itself.
-    shared = settings.batch_norm == "running" or kind in ("classic", "multiclass")
+    shared = settings.batch_norm == "running" or kind != "FewShotTraining"
     if shared and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
     write_json(folder.config_file, {**before, "settings": settings.plain()})
