@@ -32,7 +32,7 @@ solvers where they ended before, with tolerances that fall by one factor from on
 the hypergradient is within 0.001 of a tightly solved one; f is a Cholesky factor of the Hessian on a tenth of the rows,
 whose Gram matrix is computed once, inside the time. `Unrolled` records as many steps of heavy ball, with the best
 constants for the curvature, as the same accuracy takes. The estimator's fit has more in it: the search for one penalty
-first, the certificate and the last fit on all rows. The settings were chosen with other seeds. Features that are not
+first, the certificate and the last fit on all rows. The settings were chosen with another seed. Features that are not
 correlated are the easy case for a grid and come second.
 """
 
