@@ -63,6 +63,14 @@ def test_all_iterates_and_the_decomposition_give_the_same(steps, width, factor):
         assert relative_error(one, other) < 1e-10
 
 
+@pytest.mark.parametrize("steps", [1, 2, 50, 170, 500])
+def test_a_start_that_is_nearly_forgotten(steps):
+    """Its gradient falls to 1e-150 in the longest run and must not become rounding noise."""
+    problem, task = quadratic(lambda lam: torch.diag(torch.tensor([1.0, 1.5, 2.0, 1.2])), (4,))
+    problem = bl.Problem(problem.inner, problem.outer, lambda lam: lam)
+    agree(problem, torch.ones(4), task, bl.GradientDescent(0.5), steps)
+
+
 @pytest.mark.parametrize("steps", [1, 40, 600])
 def test_a_learned_step_size_without_momentum(steps):
     """600 steps are more than are computed one by one."""

@@ -32,8 +32,8 @@ class KrylovIterate:
         # Σ_t α_t ⊗ u_{t−1}, the cotangent of M; u_0 is zero.
         ordered = adjoints[:-1].flip(0).reshape(-1, rows)
         outer = ordered.T @ self.shifts[:-1].reshape(-1, rows)
-        # g = A w_0 − b moves with w_0.
-        start = cotangent - self.matrix @ (total * self.lr)
+        # M^T α: as α − A Σ_t ηα_t, which is the same, it would be a difference of nearly equal numbers.
+        start = self.powers[0] @ adjoints[-1].T
         parts = [(outer + outer.T) * (self.lr * -0.5), total * -self.lr, start]
         if with_settings:
             parts.append(-(outer * self.matrix).sum() - (total * self.slope).sum())
