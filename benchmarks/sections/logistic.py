@@ -98,6 +98,14 @@ def targets(figures: Figures) -> Iterator[Target]:
         words = f"{times:.1f}: {implicit.reached:.1f} and {rival.seconds:.1f} s"
         claim = f"Implicit reaches the hold-out loss of {name} at least 5 times faster"
         yield Target(claim, "logistic", times, 5.0, words, at_least=True)
+    times = grid.seconds / implicit.seconds
+    words = f"{times:.1f}: {implicit.seconds:.1f} and {grid.seconds:.1f} s"
+    note = (
+        "The grid ends with one penalty; the hyperiterations go on to a lower loss with a thousand. Nearly all of the "
+        "time is products with X, which this machine's memory feeds, and each hyperiteration needs a dozen or more."
+    )
+    claim = "all hyperiterations, down to 0.001, at least 5 times faster than LogisticRegressionCV"
+    yield Target(claim, "logistic", times, 5.0, words, at_least=True, limit_note=note)
     words = f"{implicit.error:.1e}"
     yield Target("the last hypergradient within 0.001", "logistic", implicit.error, ACCURACY, words)
 
