@@ -313,3 +313,34 @@ def test_functions_that_write_in_place_cannot_reach_the_users_lam():
     for one in (problem, wild):
         bl.hypergradient(one, lam, bl.Task(None, None), dynamics=bl.GradientDescent(0.1), steps=3, method=bl.Forward())
     assert torch.equal(lam, torch.ones(3))
+
+
+def solve_quadratic(**settings):
+    problem = bl.Problem(
+        lambda w, lam, _: ((1 + lam.exp()) * w**2).sum() / 2 - w.sum(),
+        lambda w, lam, _: ((w - 0.3) ** 2).sum(),
+        lambda lam: torch.zeros(4),
+    )
+    settings = {"dynamics": bl.HeavyBall(0.2, 0.5), "steps": 100, **settings}
+    return bl.solve(problem, torch.zeros(4), bl.Task(None, None), **settings)
+
+
+def test_no_iterations_are_evaluated_by_the_method_that_was_passed():
+    sol = solve_quadratic(iterations=0, method=bl.Implicit(bl.CG()))
+    assert sol.stats.method == "Implicit"
+
+
+@pytest.mark.parametrize("method", [bl.Unrolled, lambda: bl.Reverse()], ids=["a class", "a function of nothing"])
+def test_what_is_no_method_is_refused(method):
+    with pytest.raises(bl.BilevelError, match="method"):
+        run(method=method)
+
+
+def test_warm_starts_across_methods_of_different_kinds():
+    """The adjoint of a fixed point includes the velocity and is no guess for that of the minimiser."""
+
+    def method(k):
+        return bl.Implicit(bl.FixedPoint(), condition="fixed-point") if k < 2 else bl.Implicit(bl.CG())
+
+    sol = solve_quadratic(method=method, start="warm", iterations=4)
+    assert sol.outcome.kind == "finished" and len(sol.history["value"]) == 4, sol.outcome

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -218,7 +219,21 @@ def _update(
 
 def _by_k(method: Any) -> Callable[[int], Any]:
     """The method as a function of the hyperiteration."""
-    return method if callable(method) and not isinstance(method, Method) else lambda k: method
+    if isinstance(method, (Method, type)) or not callable(method):
+        return lambda k: method
+    try:
+        inspect.signature(method).bind(0)
+    except TypeError as error:
+        raise BilevelError(
+            "method is a function that cannot be called with the hyperiteration. Write method=lambda k: Reverse(), or "
+            "pass the method itself."
+        ) from error
+    return cast(Callable[[int], Any], method)
+
+
+def _kind(method: Any) -> tuple[Any, ...]:
+    """What two methods must share for the adjoint of one to be a guess for the other's."""
+    return type(method), getattr(method, "condition", None)
 
 
 class _SourceEnded(Exception):
@@ -244,13 +259,16 @@ class _Loop:
         if k is not None or self.drawn is None:
             self.drawn = self._draw(k or 0)
         tasks = self.drawn
-        if k is not None:
-            self.method = self.methods(k)
+        last = self.method
+        if k is not None or self.method is None:
+            self.method = self.methods(k or 0)
         extra: dict[str, Any] = {"method": self.method}
         if self.previous is not None and self.start == "warm":
             extra["start"] = self.previous.inner
             many = isinstance(tasks, (list, tuple))
-            extra["adjoint"] = [task.adjoint for task in self.previous.tasks] if many else self.previous.adjoint
+            # A method of another kind solves another system.
+            if _kind(last) == _kind(self.method):
+                extra["adjoint"] = [task.adjoint for task in self.previous.tasks] if many else self.previous.adjoint
         elif self.previous is not None and self.start == "online":
             extra["start"] = self.previous
         self.previous = hypergradient(self.problem, lam, tasks, **self.settings, **extra)
