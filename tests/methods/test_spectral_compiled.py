@@ -1,8 +1,12 @@
 """Compiled Spectral: the numbers of the eager one, also after what the objectives read has changed."""
 
 import functools
+import gc
 import math
 import random
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import bilevel as bl
 from bilevel import trees
 from bilevel.hypergradients import value_of
+from bilevel.methods import compiled as compiled_blocks
 from bilevel.methods import spectral_compiled
-from bilevel.methods.kernels import _broadcast_product, compile_function
+from bilevel.methods.kernels import Kernel, _broadcast_product, compile_function
 from bilevel.methods.watch import Watch
 from bilevel.testing import central_differences, relative_error
 
@@ -36,7 +41,7 @@ def ridge(penalty, init=lambda lam: torch.full((4,), 0.2)):
 
 
 def ask(problem, lam, task=None, *, compiled=True, dynamics=None, steps=30, **more):
-    method = bl.Spectral(compiled=True) if compiled else bl.Unrolled()
+    method = compiled if isinstance(compiled, bl.Method) else bl.Spectral(compiled=True) if compiled else bl.Unrolled()
     dynamics = dynamics or bl.GradientDescent(0.05)
     return bl.hypergradient(problem, lam, task or data(), dynamics=dynamics, steps=steps, method=method, **more).grad
 
@@ -49,9 +54,10 @@ def traced_only(monkeypatch):
     def trace(function, inputs, instead):
         calls.append(function)
         traced = make_fx(function)(*(x.detach().clone() for x in inputs))
-        return torch.no_grad()(lambda *args: traced(*args))
+        return Kernel(lambda args: traced(*args))
 
     monkeypatch.setattr(spectral_compiled, "compile_function", trace)
+    monkeypatch.setattr(compiled_blocks, "compile_function", trace)
     return calls
 
 
@@ -198,6 +204,116 @@ def test_a_value_that_vanishes_at_the_end_is_no_alarm(traced_only):
     assert len(traced_only) == 1
 
 
+@pytest.mark.parametrize("method", [bl.Spectral(compiled=True), bl.Reverse(compiled=5)], ids=lambda m: type(m).__name__)
+class TestBothCompiledMethods:
+    def check(self, problem, lam, method, task=None, **more):
+        found = ask(problem, lam, task, compiled=method, **more)
+        fresh = bl.Problem(problem.inner, problem.outer, problem.init)
+        assert relative_error(found, ask(fresh, lam, task, compiled=False, **more)) < 1e-10
+
+    def test_the_order_of_keys(self, traced_only, method):
+        def inner(w, lam, b):
+            (x, y), (one, two) = b.values(), lam.values()
+            return ((x @ w["w"] - y) ** 2).mean() + one.exp() * (w["w"] ** 2).sum() + two * w["w"].sum()
+
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        problem = bl.Problem(inner, lambda w, lam, b: ((w["w"] - 1) ** 2).sum(), lambda lam: {"w": torch.zeros(4, 4)})
+        a, b = torch.tensor(0.1), torch.tensor(-0.4)
+        for lam in ({"a": a, "b": b}, {"b": b, "a": a}):
+            for batch in ({"x": x, "y": y}, {"y": y, "x": x}):
+                for _ in range(2):
+                    self.check(problem, lam, method, bl.Task(batch, None))
+
+    def test_the_order_of_keys_of_w(self, traced_only, method):
+        turned = False
+        problem = bl.Problem(
+            lambda w, lam, b: sum(k * ((v - lam.sum()) ** 2).sum() for k, v in enumerate(w.values(), 1)),
+            lambda w, lam, b: (w["a"] ** 2).sum() + 3 * (w["b"] ** 2).sum(),
+            lambda lam: dict(sorted({"a": torch.zeros(2), "b": torch.zeros(2)}.items(), reverse=turned)),
+        )
+        for turned in (False, True, True, False):  # noqa: B007 - init reads it
+            self.check(problem, torch.ones(2), method, bl.Task(None, None))
+
+    def test_layouts_and_surroundings(self, traced_only, method):
+        problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum() * torch.ones(()).to(w)), torch.zeros(4)
+        ask(problem, lam, compiled=method)
+        count = len(traced_only)
+        with torch.autocast("cpu", torch.bfloat16):
+            ask(problem, lam, compiled=method)
+        assert len(traced_only) == 2 * count
+        x, y = data().train
+        try:
+            self.check(problem, lam, method, bl.Task((x.to_sparse(), y), (x, y)))
+        except bl.BilevelError as error:
+            assert "compile" in str(error)
+        except (RuntimeError, NotImplementedError):
+            assert len(traced_only) > 2 * count, "run by the code of dense tensors"
+
+    def test_a_number_in_the_closure(self, traced_only, method):
+        factor = 1.0
+        problem, lam = ridge(lambda w, lam: factor * (lam.exp() * w**2).sum()), torch.zeros(4)
+        for factor in (1.0, 3.0, 3.0):  # noqa: B007 - the penalty reads it
+            self.check(problem, lam, method)
+            count = len(traced_only)
+        self.check(problem, lam, method)
+        assert len(traced_only) == count
+
+    def test_a_step_size_in_a_closure(self, traced_only, method):
+        rate, problem = 0.05, ridge(lambda w, lam: (lam.exp() * w**2).sum())
+        kinds = [lambda lam: bl.GradientDescent(rate), bl.GradientDescent(lambda t: rate + 0 * t)]
+        for rate in (0.05, 0.02):  # noqa: B007 - the dynamics read it
+            for dynamics in kinds:
+                self.check(problem, torch.zeros(4), method, dynamics=dynamics)
+
+    def test_what_is_compiled_dies_with_the_problem(self, traced_only, method):
+        class Model:
+            factor = 1.0
+
+            def __init__(self):
+                self.problem = ridge(lambda w, lam: self.factor * (lam.exp() * w**2).sum())
+
+        model = Model()
+        ask(model.problem, torch.zeros(4), compiled=method)
+        gone = weakref.ref(model)
+        del model
+        traced_only.clear()
+        gc.collect()
+        assert gone() is None
+
+    def test_threads_compile_once(self, traced_only, method):
+        problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum()), torch.zeros(4)
+        expected = ask(problem, lam, compiled=False)
+        gate = threading.Barrier(4)
+
+        def run(_):
+            torch.set_default_dtype(torch.float64)
+            gate.wait()
+            return ask(problem, lam, compiled=method)
+
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(run, range(4)):
+                assert relative_error(found, expected) < 1e-10
+        assert len(traced_only) == (1 if isinstance(method, bl.Spectral) else 2)
+
+
+def test_negated_views_and_other_captured_tensors():
+    """Four calls of compiled code, of which one is compiled anew."""
+    scale = torch.ones(4)
+    z = torch.tensor(1 + 2j, dtype=torch.complex128)
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((w - b) ** 2).sum() + (scale * lam.exp() * w**2).sum(),
+        outer=lambda w, lam, b: ((w - 2 * b) ** 2).sum(),
+        init=lambda lam: torch.zeros(4),
+    )
+    for number in (z.imag, z.conj().imag, z.conj().imag):
+        task = bl.Task(number, number)
+        found = ask(problem, torch.zeros(4), task)
+        assert relative_error(found, ask(problem, torch.zeros(4), task, compiled=False)) < 1e-10
+    scale.data = torch.full((4,), 3.0, dtype=torch.float32)
+    found = ask(problem, torch.zeros(4), task)
+    assert relative_error(found, ask(problem, torch.zeros(4), task, compiled=False)) < 1e-10
+
+
 def test_compiled_code_reads_small_tensors_anew_and_takes_updates_in_place():
     """With columns, so that batches of products with one matrix occur; two calls of real compiled code."""
     scale = torch.tensor(1.0)
@@ -218,6 +334,26 @@ def test_compiled_code_reads_small_tensors_anew_and_takes_updates_in_place():
 def test_numbers_are_never_baked_in(look):
     with pytest.raises(bl.BilevelError, match="numbers in tensors are not known"):
         compile_function(lambda x: [x * look(x)], [torch.tensor(2.0)], "something else")
+
+
+@pytest.mark.parametrize("look", [float, bool, lambda x: math.exp(x), lambda x: x[None][0].item()])
+def test_numbers_of_captured_tensors_are_never_baked_in(look):
+    captured = torch.tensor(2.0)
+    with pytest.raises(bl.BilevelError, match="numbers in tensors are not known"):
+        compile_function(lambda x: [x * look(captured)], [torch.tensor(2.0)], "something else")
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, torch.nn.functional.dropout, torch.bernoulli], ids=lambda f: f.__name__
+)
+def test_random_numbers_are_never_compiled(draw):
+    def function(x):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return [x * draw(x)]
+
+    with pytest.raises(bl.BilevelError, match="draws random numbers"):
+        compile_function(function, [torch.tensor(0.5)], "something else")
 
 
 def test_products_with_one_matrix():
@@ -322,6 +458,7 @@ class TestWatch:
         assert watch.complete and watch.unchanged()
         tensor.data = torch.zeros(4, dtype=torch.float32)
         assert not watch.unchanged()
+        assert not Watch(lambda x: tensor.tolist()[0] * x).complete
         tensor.s = 3.0
         assert not Watch(lambda x: tensor.s * x).complete
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.dynamics import Dynamics, DynamicsLike
 from bilevel.errors import BilevelError
-from bilevel.methods.kernels import Kernel, build_once, compile_function, identity
+from bilevel.methods.kernels import Kernel, build_once, compile_function, identity, structure
 from bilevel.methods.process import Bound, Gradients, Process, State, accumulate
+from bilevel.methods.watch import Watch
 from bilevel.problem import Task
 
 if TYPE_CHECKING:
@@ -23,12 +25,16 @@ class Blocks:
     """`length` steps forward, and the same steps backward, each as one compiled function of tensors.
 
     The state, λ, the data and the step number are inputs. `reached` says which variables the backward block returns a
-    gradient for.
+    gradient for, `watch` whether the inner objective and the dynamics are still those that were compiled.
     """
 
     forward: Kernel
     backward: Kernel
     reached: list[bool]
+    watch: Watch
+
+    def current(self) -> bool:
+        return self.watch.unchanged() and self.forward.current() and self.backward.current()
 
 
 def run_blocks(process: Process, length: int, start: State, times: range) -> list[State]:
@@ -65,7 +71,7 @@ def _inputs(process: Process, leaves: list[Tensor], times: range) -> list[Tensor
 
 def _blocks(process: Process, length: int, state: State, times: range) -> Blocks:
     inputs = _inputs(process, trees.leaves(state), times[:length])
-    key = ("blocks", length, str(trees.flatten(state)[1]), identity(process.source))
+    key = ("blocks", length, structure(state), identity(process.source))
     return build_once(process, key, inputs, lambda: _compile(process, length, state, times[:length], inputs))
 
 
@@ -74,6 +80,7 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
     spec = trees.flatten(state)[1]
     size, count = spec.num_leaves, len(process.variables)
     reached = [False] * count
+    watch = Watch(process.problem.inner, *_functions(process.source))
     task = process.bound.task
     # Drawn before anything is traced: what a sampler does is no part of a step.
     batches = [trees.flatten(task.batch(t))[1] for t in times] if callable(task.train) else []
@@ -114,7 +121,13 @@ def _compile(process: Process, length: int, state: State, times: range, inputs: 
         compile_function(forward, inputs, instead),
         compile_function(backward, [*inputs, *inputs[1 : 1 + size]], instead),
         reached,
+        watch,
     )
+
+
+def _functions(source: DynamicsLike) -> list[Any]:
+    """The dynamics as what can be watched: itself, where it is a function, or its schedules."""
+    return [getattr(source, f.name) for f in fields(source)] if isinstance(source, Dynamics) else [source]
 
 
 def _check(process: Process, state: State) -> None:

@@ -2,45 +2,102 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields
-from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics
 from bilevel.errors import BilevelError
 from bilevel.methods.process import Process
-from bilevel.problem import Problem
+from bilevel.methods.watch import form_of
+from bilevel.trees import Tree
 
-Kernel: TypeAlias = Callable[..., list[Tensor]]
-Built = TypeVar("Built")
 
-# Compiled code belongs to a problem and dies with it.
-_BUILT: WeakKeyDictionary[Problem, dict[Any, tuple[Any, Any]]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled function of tensors; those that it `captured` are read anew at every call."""
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    captured: Sequence[Tensor] = ()
+    forms: Sequence[Any] = ()
+
+    def __call__(self, *args: Tensor) -> list[Tensor]:
+        # Compiled code is for one memory layout, in which numbers stand as they are.
+        with torch.no_grad():
+            return list(self.run([x.resolve_conj().resolve_neg().contiguous() for x in (*args, *self.captured)]))
+
+    def current(self) -> bool:
+        """Whether the captured tensors still have the shapes and types that were compiled."""
+        return all(form_of(x) == form for x, form in zip(self.captured, self.forms, strict=True))
+
+
+class Code(Protocol):
+    """Something compiled, which knows whether it is still what would be compiled now."""
+
+    def current(self) -> bool: ...
+
+
+Built = TypeVar("Built", bound=Code)
+# Torch traces and compiles one function at a time.
+_LOCK = threading.RLock()
 
 
 def build_once(process: Process, key: Hashable, inputs: Sequence[Tensor], build: Callable[[], Built]) -> Built:
-    """What `build()` makes for a problem, `key` and the shapes of `inputs`, made at the first call."""
-    cache = _BUILT.setdefault(process.problem, {})
+    """What `build()` makes for a problem, `key` and the kinds of `inputs`, made at the first call and again when it is
+    no longer current."""
+    # On the problem, because compiled code reaches the objectives and must die with them.
+    cache = process.problem.checked.setdefault("kernels", {})
     full = _full(process, key, inputs)
-    if full not in cache:
-        # The source is kept beside its code, so that its identity cannot be taken over by another object.
-        cache[full] = (process.source, build())
-    return cache[full][1]
+    found = cache.get(full)
+    if found is None or not found[1].current():
+        with _LOCK:
+            found = cache.get(full)
+            if found is None or not found[1].current():
+                # The source is kept beside its code, so that its identity cannot be taken over by another object.
+                found = cache[full] = (process.source, build())
+    return found[1]
 
 
 def forget(process: Process, key: Hashable, inputs: Sequence[Tensor]) -> None:
     """Drop what `build_once` remembers."""
-    _BUILT.get(process.problem, {}).pop(_full(process, key, inputs), None)
+    process.problem.checked.get("kernels", {}).pop(_full(process, key, inputs), None)
 
 
-def _full(process: Process, key: Hashable, inputs: Sequence[Tensor]) -> Hashable:
-    structure = trees.flatten((process.lam, process.task))[1]
-    return key, structure, process.constants(), *((x.shape, x.dtype, x.device) for x in inputs)
+def _full(process: Process, key: Hashable, inputs: Sequence[Tensor]) -> Any:
+    whole = structure((process.lam, process.task))
+    return key, whole, process.constants(), surroundings(), *map(form_of, inputs)
+
+
+def structure(tree: Tree) -> tuple[Hashable, Hashable]:
+    """A tree without its leaves; the order of a dict's keys, which functions may go by, is a part of it."""
+    return trees.flatten(tree)[1], key_orders(tree)
+
+
+def key_orders(tree: Tree) -> Hashable:
+    """The keys of all dicts in a tree, in their order.
+
+    >>> key_orders([{"b": 1, "a": 2}])
+    ((('b', None), ('a', None)),)
+    """
+    if isinstance(tree, Tensor):
+        return None
+    if isinstance(tree, dict):
+        return tuple([(key, key_orders(value)) for key, value in tree.items()])
+    if isinstance(tree, (list, tuple)):
+        return tuple([key_orders(item) for item in tree])
+    return tuple([key_orders(getattr(tree, f.name)) for f in fields(tree)]) if is_dataclass(tree) else None
+
+
+def surroundings() -> Hashable:
+    """What torch takes from its surroundings and compiled code does not."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.get_default_dtype(), *autocast
 
 
 def identity(source: Any) -> Hashable:
@@ -53,7 +110,7 @@ def identity(source: Any) -> Hashable:
     return id(source)
 
 
-def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -> Kernel:
+def compile_function(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor], instead: str) -> Kernel:
     """`function`, which may call autograd, as compiled code for inputs of these shapes.
 
     Whatever may change from call to call must be an input; Python numbers are baked in. Tensors that the function gets
@@ -73,7 +130,26 @@ def compile_function(function: Kernel, inputs: Sequence[Tensor], instead: str) -
         ) from error
 
 
-def _compile(function: Kernel, inputs: Sequence[Tensor]) -> Kernel:
+class _Refusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what would be baked in while a function is traced.
+
+    Tensors that are inputs have no numbers then, but those that are captured do.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses import FakeTensor
+
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
+            raise TypeError("a number was taken out of a tensor that the function closes over")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise BilevelError(
+                f"An objective draws random numbers ({func}), and compiled code would draw others, whatever the seed. "
+                "Draw them once and pass them with the batch, or leave out `compiled`."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> Kernel:
     # Imported here because it takes as long as importing torch does.
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -83,11 +159,16 @@ def _compile(function: Kernel, inputs: Sequence[Tensor]) -> Kernel:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Tracing tells inputs apart by identity, so every one of them must be a tensor of its own.
-    samples = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]
+    samples = [_sample(x) for x in inputs]
+
+    def guarded(*flat: Tensor) -> list[Tensor]:
+        with _Refusals():  # type: ignore[no-untyped-call]
+            return function(*flat)
+
     # Fake tensors have no numbers, so a function that looks at some and bakes them in is refused.
-    traced: Any = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*samples)
+    traced: Any = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*samples)
     captured = _lift_constants(traced)
-    samples += [x.detach().clone(memory_format=torch.contiguous_format) for x in captured]
+    samples += [_sample(x) for x in captured]
     table = {**select_decomp_table(), torch.ops.aten.bmm.default: _broadcast_product}
     # What autograd does is recorded now; what is left to take out are updates in place.
     pure = make_fx(torch.func.functionalize(traced), table, tracing_mode="fake")(*samples)
@@ -100,12 +181,11 @@ def _compile(function: Kernel, inputs: Sequence[Tensor]) -> Kernel:
         compiled: Any = compile_fx_inner(pure, [mode.from_tensor(x) for x in samples], cpp_wrapper=cpu)
         compiled(list(samples))
 
-    def kernel(*args: Tensor) -> list[Tensor]:
-        # Compiled code is for one memory layout.
-        with torch.no_grad():
-            return list(compiled([x.contiguous() for x in (*args, *captured)]))
+    return Kernel(compiled, captured, [form_of(x) for x in captured])
 
-    return kernel
+
+def _sample(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _lift_constants(traced: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.methods.kernels import Kernel, build_once, compile_function, forget
+from bilevel.methods.kernels import Kernel, build_once, compile_function, forget, key_orders
 from bilevel.methods.process import Bound, Process
 from bilevel.methods.spectral_gradients import Found, Start, differentiate
 from bilevel.methods.spectral_quadratic import tolerance_of
@@ -26,6 +26,9 @@ class Code:
     live: bool
     watch: Watch
 
+    def current(self) -> bool:
+        return self.watch.unchanged() and self.kernel.current()
+
 
 def differentiate_compiled(process: Process, start: Start, axis: int | None) -> tuple[Found, Code]:
     """`differentiate` in one compiled function of λ, w_0, the settings and the data.
@@ -36,10 +39,11 @@ def differentiate_compiled(process: Process, start: Start, axis: int | None) -> 
     """
     live = any(leaf.requires_grad for leaf in start.leaves)
     inputs = [*process.variables, *start.leaves, *start.settings, *process.data()]
-    key = ("spectral", process.steps, axis, len(start.leaves), len(start.settings), live, start.learned)
+    w = start.spec.unflatten(start.leaves)
+    key = ("spectral", process.steps, axis, start.spec, key_orders(w), len(start.settings), live, start.learned)
     for _ in range(2):
         code = build_once(process, key, inputs, lambda: _compile(process, start, axis, live, inputs))
-        if code.watch.unchanged():
+        if code.current():
             found, point, values = run_code(code, inputs, start)
             if code.watch.complete or all(map(_agree, values, _values(process.bound, start, point))):
                 return found, code

@@ -11,7 +11,6 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,10 +19,12 @@ from bilevel import trees
 from bilevel.dynamics import Dynamics
 from bilevel.methods.base import Hypergradient, Stats
 from bilevel.methods.checks import is_finite
+from bilevel.methods.kernels import key_orders, surroundings
 from bilevel.methods.process import Process
 from bilevel.methods.spectral_compiled import Code, run_code
 from bilevel.methods.spectral_gradients import Start
 from bilevel.methods.spectral_quadratic import tolerance_of
+from bilevel.methods.watch import form_of
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -34,12 +35,9 @@ class Known:
 
     code: Code
     spec: trees.Spec
-    shapes: list[Hashable]
+    orders: Hashable
+    forms: list[Hashable]
     stats: Stats
-
-
-# Compiled code belongs to a problem and dies with it.
-_KNOWN: WeakKeyDictionary[Problem, dict[Hashable, Known]] = WeakKeyDictionary()
 
 
 def remember(process: Process, code: Code, start: Start, options: Hashable, stats: Stats) -> None:
@@ -48,10 +46,14 @@ def remember(process: Process, code: Code, start: Start, options: Hashable, stat
     leaves, spec = trees.flatten((process.lam, process.task))
     plain = code.watch.complete and not code.live and not start.learned and all(code.reached)
     if plain and process.problem.encode is None and process.start is None:
-        key = _key(leaves, spec, process.source, process.steps, options)
+        orders = key_orders((process.lam, process.task))
+        key = _key(leaves, (spec, orders), process.source, process.steps, options)
         if key is not None:
-            shapes = [_shape(leaf) for leaf in start.leaves]
-            _KNOWN.setdefault(process.problem, {})[key] = Known(code, start.spec, shapes, stats)
+            forms: list[Hashable] = [form_of(leaf) for leaf in start.leaves]
+            w_orders = key_orders(start.spec.unflatten(start.leaves))
+            # On the problem, because compiled code reaches the objectives and must die with them.
+            room: dict[Any, Any] = process.problem.checked.setdefault("short ways", {})
+            room[key] = Known(code, start.spec, w_orders, forms, stats)
 
 
 def recall(
@@ -59,20 +61,23 @@ def recall(
 ) -> Hypergradient | None:
     """The hypergradient by the short way, or None."""
     began = time.perf_counter()
-    known = _KNOWN.get(problem) if isinstance(problem, Problem) else None
+    known: dict[Any, Any] | None = problem.checked.get("short ways") if isinstance(problem, Problem) else None
     if known is None or not isinstance(task, Task) or torch.is_inference_mode_enabled():
         return None
     leaves, spec = trees.flatten((lam, task))
-    key = _key(leaves, spec, dynamics, steps, options)
-    found = None if key is None else known.get(key)
-    if found is None or not found.code.watch.unchanged():
+    key = _key(leaves, (spec, key_orders((lam, task))), dynamics, steps, options)
+    found: Known | None = None if key is None else known.get(key)
+    if found is None or not found.code.current():
         return None
     count = len(found.code.reached)
     variables = [leaf.detach().clone().requires_grad_() for leaf in leaves[:count]]
     lam_spec = spec.child(0)
     with torch.enable_grad():
-        w0, w_spec = trees.flatten(problem.init(lam_spec.unflatten(variables)))
-    if w_spec != found.spec or [_shape(leaf) for leaf in w0] != found.shapes or any(leaf.requires_grad for leaf in w0):
+        w = problem.init(lam_spec.unflatten(variables))
+    w0, w_spec = trees.flatten(w)
+    if w_spec != found.spec or key_orders(w) != found.orders or not all(isinstance(leaf, Tensor) for leaf in w0):
+        return None
+    if [form_of(leaf) for leaf in w0] != found.forms or any(leaf.requires_grad for leaf in w0):
         return None
     lr, momentum = dynamics.heavy_ball_form(1)
     settings = [torch.tensor(x, dtype=w0[0].dtype, device=w0[0].device) for x in (lr, momentum)]
@@ -84,11 +89,11 @@ def recall(
     if not fits or not all(map(is_finite, (*leaves[:count], result.value, *gradients))):
         return None
     stats = Stats(**{**vars(found.stats), "seconds": time.perf_counter() - began})
-    w = w_spec.unflatten(result.leaves)
-    return Hypergradient(result.value, lam_spec.unflatten(gradients), w, stats, None, steps)
+    last = w_spec.unflatten(result.leaves)
+    return Hypergradient(result.value, lam_spec.unflatten(gradients), last, stats, None, steps)
 
 
-def _key(leaves: list[Any], spec: trees.Spec, dynamics: Any, steps: Any, options: Hashable) -> Hashable | None:
+def _key(leaves: list[Any], structure: Hashable, dynamics: Any, steps: Any, options: Hashable) -> Hashable | None:
     """What two calls must share; None for one with anything but tensors and numbers in it."""
     if type(steps) is not int or not isinstance(dynamics, Dynamics):
         return None
@@ -96,8 +101,4 @@ def _key(leaves: list[Any], spec: trees.Spec, dynamics: Any, steps: Any, options
     numbers = all(isinstance(x, (int, float)) for x in vars(dynamics).values())
     if form is None or not numbers or not all(isinstance(leaf, Tensor) for leaf in leaves):
         return None
-    return steps, options, type(dynamics), form[1] == 0, spec, *map(_shape, leaves)
-
-
-def _shape(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
+    return steps, options, type(dynamics), form[1] == 0, structure, surroundings(), *map(form_of, leaves)

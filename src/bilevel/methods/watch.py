@@ -26,6 +26,8 @@ _PURE = (
 _PURE_IDS = frozenset(map(id, _PURE))
 # What brings in names that are not looked up as globals or in a closure.
 _OPAQUE = frozenset({"IMPORT_NAME", "LOAD_BUILD_CLASS"})
+# What takes numbers out of a tensor without torch's noticing, so that tracing cannot refuse it.
+_UNSEEN = frozenset({"tolist", "numpy"})
 _ABSENT = object()
 
 
@@ -85,7 +87,8 @@ class Watch:
     def _visit_function(self, function: FunctionType) -> None:
         steps = list(_steps(function.__code__))
         self.complete &= not any(step.opname in _OPAQUE for step in steps)
-        self._attributes.update(step.argval for step in steps if step.opname == "LOAD_ATTR")
+        self._attributes.update(step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+        self.complete &= not self._attributes & _UNSEEN
         self._places.append((lambda: function.__code__, function.__code__))
         for read in _reads(function, steps):
             found = read()
