@@ -29,7 +29,7 @@ class Reverse(Method):
     The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
     the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 64 MB together
     and then share one stored iterate; the last group is recorded as it is run. `stats.peak_memory` is what that comes
-    to, in bytes of tensors; the nodes of a graph add about 16 kB a step, gaps between tensors up to a half.
+    to, in bytes of tensors; the nodes of a graph add about 16 kB a step, and a process may grow by twice as much.
 
     Args:
         checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
@@ -38,7 +38,9 @@ class Reverse(Method):
             segment at a time, with a third run of a step: k + T/k iterates and a group's graph.
         compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The
             first call takes up to a minute, later ones a fraction of the eager time; worth it for long runs of small
-            steps. 25 is a good number.
+            steps. 25 is a good number. Numbers that the inner objective and the dynamics read in closures, globals and
+            attributes may change, which compiles anew; a change of what is in a dict, a list or an object within an
+            object is not noticed. Random numbers are refused.
         group_bytes: record steps together where their graph stays below this; below 64 MB thrift is not worth its
             time. 0 replays every step by itself; "sqrt" is then k = √T: the least memory, and a third run.
     """

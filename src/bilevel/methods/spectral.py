@@ -35,9 +35,11 @@ class Spectral(Method):
     Args:
         largest: refuse a matrix A with more rows than this.
         compiled: compile the computation, the objectives included. The first call takes about a quarter of a minute,
-            later ones a fraction of the eager time where w is small. Every call holds the values of both objectives
-            against those of the compiled code, so objectives that have changed since (a closure's number, a module's
-            attribute) are compiled anew; a switch that changes derivatives and no value is not noticed.
+            later ones a fraction of the eager time where w is small. What the objectives read besides their arguments
+            may change: numbers in closures, globals and attributes are looked up at every call, and the code is
+            compiled anew when one is another. Where they read more than that (a dict, an object within an object), both
+            values are also compared with those of the compiled code, to rounding; there, a change that is smaller than
+            rounding, or one of derivatives and no value, is not noticed. Random numbers are refused.
     """
 
     largest: int = 4096
