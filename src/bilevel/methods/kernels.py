@@ -30,7 +30,7 @@ class Kernel:
     def __call__(self, *args: Tensor) -> list[Tensor]:
         # Compiled code is for one memory layout, in which numbers stand as they are.
         with torch.no_grad():
-            return list(self.run([x.resolve_conj().resolve_neg().contiguous() for x in (*args, *self.captured)]))
+            return list(self.run([_plain(x) for x in (*args, *self.captured)]))
 
     def current(self) -> bool:
         """Whether the captured tensors still have the shapes and types that were compiled."""
@@ -182,6 +182,12 @@ def _compile(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) ->
         compiled(list(samples))
 
     return Kernel(compiled, captured, [form_of(x) for x in captured])
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor itself wherever it can be used: asking is much cheaper than resolving."""
+    usable = x.is_contiguous() and not x.is_neg() and not x.is_conj()
+    return x if usable else x.resolve_conj().resolve_neg().contiguous()
 
 
 def _sample(x: Tensor) -> Tensor:
