@@ -163,14 +163,10 @@ def one_thread() -> Iterator[None]:
     Matrices of a few dozen rows gain nothing from a second thread, and on a busy machine waiting for it made a ridge
     run six times slower.
     """
-    import torch
+    from bilevel import side_by_side  # here, because it imports torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with side_by_side.one_thread():
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager
