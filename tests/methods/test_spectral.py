@@ -210,3 +210,20 @@ class TestCoincidences:
             bl.hypergradient(problem, torch.zeros(4), task, start=first, **settings)
         with pytest.raises(bl.BilevelError, match="online"):
             bl.solve(problem, torch.zeros(4), task, start="online", method="auto", **settings)
+
+
+def test_columns_that_share_a_matrix_with_some_data_only():
+    generator = torch.Generator().manual_seed(8)
+    inputs, targets = torch.randn(20, 4, generator=generator), torch.randn(20, 3, generator=generator)
+    mask = (torch.rand(20, 3, generator=generator) < 0.5).double()
+    problem = bl.Problem(
+        lambda w, lam, b: ((b[2] * (b[0] @ w - b[1] * lam[0])) ** 2).mean() + 0.1 * (w**2).sum(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam**2).sum(),
+        lambda lam: torch.zeros(4, 3),
+    )
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 12}
+    for weights, lam in ((torch.ones(20, 3), torch.ones(4)), (mask, torch.zeros(4)), (mask, torch.ones(4))):
+        task = bl.Task((inputs, targets, weights), (inputs, targets))
+        ours = bl.hypergradient(problem, lam, task, method=bl.Spectral(), **settings, allow_unused=True)
+        plain = bl.hypergradient(problem, lam, task, method=bl.Unrolled(), **settings, allow_unused=True)
+        assert torch.allclose(ours.grad, plain.grad, rtol=1e-10, atol=1e-13)

@@ -14,7 +14,7 @@ from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Process
 from bilevel.methods.spectral_compiled import differentiate_compiled
 from bilevel.methods.spectral_gradients import Found, Start, differentiate, kept_bytes
-from bilevel.methods.spectral_quadratic import Layout, find_axis, tolerance_of
+from bilevel.methods.spectral_quadratic import Layout, find_axis, still_shares, tolerance_of
 from bilevel.methods.spectral_recall import recall, remember
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
@@ -72,6 +72,10 @@ class Spectral(Method):
 
     def __call__(self, process: Process) -> Hypergradient:
         axis, bound = process.findings["spectral axis"], process.bound
+        if axis is not None and not still_shares(bound, axis):
+            del process.findings["spectral axis"]
+            self.look(process)
+            axis = process.findings["spectral axis"]
         start = Start.of(bound)
         code = None
         if self.compiled:
@@ -90,7 +94,8 @@ class Spectral(Method):
             peak_memory=kept_bytes(layout, start, process.steps),
             products=layout.products,
         )
-        if code is not None:
+        # Whether columns share a matrix has to be asked for all data, which the short way does not.
+        if code is not None and axis is None:
             remember(process, code, start, (self, process.allow_unused), result.stats)
         return result
 

@@ -13,7 +13,7 @@ from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import random_directions
-from bilevel.methods.process import Process
+from bilevel.methods.process import Bound, Process
 from bilevel.trees import Tree
 
 
@@ -142,6 +142,27 @@ def find_axis(process: Process) -> int | None:
             if bool(error <= tolerance_of(error)):
                 return axis
     return None
+
+
+def still_shares(bound: Bound, axis: int) -> bool:
+    """Whether the columns along an axis that was found for other data have one matrix with these data too.
+
+    If they have, the Hessian is the same for any mixture of the columns: H(P M) = H(P) M, tried with random P and M.
+    """
+    with torch.no_grad():
+        leaves, spec = trees.flatten(bound.start()[0])
+    layout, points = Layout(leaves, axis), [torch.zeros_like(leaf).requires_grad_() for leaf in leaves]
+    with torch.enable_grad():
+        slope = trees.leaves(gradient(bound.loss(1), spec.unflatten(points)))
+    like = trees.to_vector(leaves)
+    probe = random_directions(1, like, seed=2).view(layout.rows, layout.width)
+    mixture = random_directions(layout.width, like[: layout.width], seed=5)
+    plain, mixed = (
+        layout.pack([part[0].detach() for part in hessian_products(slope, points, layout.unpack(direction[None]))])
+        for direction in (probe, probe @ mixture)
+    )
+    error = (plain @ mixture - mixed).abs().amax() / mixed.abs().amax().clamp_min(torch.finfo(like.dtype).tiny)
+    return bool(error <= tolerance_of(error))
 
 
 def _nudged(variables: list[Tensor]) -> list[Tensor]:
