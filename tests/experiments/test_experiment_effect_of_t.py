@@ -210,8 +210,6 @@ def test_algorithm_1_takes_longer_with_t_and_spectral_does_not(small):
     assert seconds("Spectral", "64") < 6 * seconds("Spectral", "1")
     growth = {method: seconds(method, "64") / seconds(method, "4") for method in ("Spectral", "Reverse")}
     assert growth["Spectral"] < 0.5 * growth["Reverse"]
-        "Reverse", "4"
-    )
 
 
 def test_a_run_is_a_function_of_its_settings_and_seed(small):
