@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel.errors import BilevelError
+
 
 def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]]:
     """`(parameters, apply)` with `apply(parameters, *args)` equal to `module(*args)` at those parameters.
+
+    Parameters with `requires_grad=False` (a frozen backbone) are constants: `apply` keeps their values, and they are
+    not among the returned parameters.
 
     The module is never changed: the returned parameters are copies, and buffers (batch norm's running averages)
     are copied for every call, so what a forward pass writes to them is dropped.
@@ -22,11 +27,21 @@ def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]
     >>> x = torch.ones(3, 2)
     >>> bool((apply(w, x) == layer(x)).all())
     True
+    >>> _ = layer.weight.requires_grad_(False)
+    >>> sorted(functional(layer)[0])
+    ['bias']
     """
-    parameters = {name: value.detach().clone() for name, value in module.named_parameters()}
+    copies = {name: (value.requires_grad, value.detach().clone()) for name, value in module.named_parameters()}
+    parameters = {name: value for name, (trained, value) in copies.items() if trained}
+    frozen = {name: value for name, (trained, value) in copies.items() if not trained}
+    if frozen and not parameters:
+        raise BilevelError(
+            f"functional(module) has nothing to hand out: every parameter of {type(module).__name__} has "
+            "requires_grad=False. Call requires_grad_() on those to be learned, or call the module itself."
+        )
 
     def apply(values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         buffers = {name: value.clone() for name, value in module.named_buffers()}
-        return torch.func.functional_call(module, {**values, **buffers}, args, kwargs)
+        return torch.func.functional_call(module, {**frozen, **values, **buffers}, args, kwargs)
 
     return parameters, apply
