@@ -38,8 +38,9 @@ class Ball(Constraint):
                 f"Ball has the center {trees.describe(center)} for a λ of {trees.describe(lam)}. Pass a tree like λ."
             )
         offset = trees.subtract(lam, center)
-        distance = float(trees.norm(offset))
-        if distance <= self.radius:
+        # As a tensor, because a projection may also be part of an inner step, which is differentiated.
+        distance = trees.norm(offset)
+        if bool(distance <= self.radius):
             return trees.map(torch.clone, lam)
         return trees.add(center, trees.scale(offset, self.radius / distance))
 
