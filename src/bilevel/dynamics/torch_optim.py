@@ -95,11 +95,11 @@ class TorchOptim(Dynamics):
 
 
 def _own(key: str, value: Any) -> Any:
-    """A copy of an entry of the state that the optimiser may write to; the count of steps is a tensor too, but no
-    variable."""
+    """A copy of an entry of the state that the optimiser may write to; the count of steps, and what ASGD computes from
+    it, are tensors too, but no variables."""
     if not isinstance(value, Tensor):
         return value
-    return value.detach().clone() if key == "step" else value.clone()
+    return value.detach().clone() if key in ("step", "eta", "mu") else value.clone()
 
 
 def _detached_unless_recording(value: Any) -> Any:
@@ -108,15 +108,18 @@ def _detached_unless_recording(value: Any) -> Any:
 
 
 class _Differentiable(TorchFunctionMode):
-    """Inside it, two things that `differentiable=True` leaves undone are done.
+    """Inside it, three things that `differentiable=True` leaves undone are done.
 
-    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; and SGD's first
-    momentum buffer, which torch cuts out of the graph, stays in it.
+    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; SGD's first
+    momentum buffer, which torch cuts out of the graph, stays in it; and ASGD's average keeps the weight that it was
+    multiplied with, which torch overwrites.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.detach:
             return args[0]
+        if func is Tensor.mul_ and isinstance(args[1], Tensor):
+            return func(args[0], args[1].clone())
         if func in (torch.sqrt, Tensor.sqrt) and trees.is_variable(args[0]):
             return root(args[0])
         if func is Tensor.sqrt_ and trees.is_variable(args[0]):
