@@ -19,6 +19,7 @@ from .dynamics.ista import ISTA as ISTA
 from .dynamics.nesterov import Nesterov as Nesterov
 from .dynamics.penalties import L1 as L1
 from .dynamics.penalties import GroupL2 as GroupL2
+from .dynamics.penalties import Penalty as Penalty
 from .dynamics.rmsprop import RMSProp as RMSProp
 from .dynamics.step_function import StepFunction as StepFunction
 from .dynamics.torch_optim import TorchOptim as TorchOptim
