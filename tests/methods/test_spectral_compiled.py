@@ -432,9 +432,10 @@ class TestTheShortWay:
             init=lambda lam: torch.zeros(4),
         )
         (x, y), lam = data().train, torch.zeros(4)
-        ask(problem, lam)
-        with pytest.raises(bl.BilevelError, match="quadratic"):
-            ask(problem, lam, bl.Task((x, 9 * y), (x, y)), dynamics=bl.GradientDescent(0.3))
+        for task in (bl.Task((x, y), (x, y)), bl.Task((x, 9 * y), (x, y))):
+            with pytest.raises(bl.BilevelError, match="quadratic in w, but `huber_loss`"):
+                ask(problem, lam, task, dynamics=bl.GradientDescent(0.3))
+        assert not traced_only
 
     def test_its_costs_are_told(self, traced_only):
         problem, lam = ridge(lambda w, lam: (lam.exp() * w**2).sum()), torch.zeros(4)

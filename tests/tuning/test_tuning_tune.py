@@ -362,3 +362,18 @@ def test_a_model_that_draws_in_evaluation_has_one_validation_loss():
     assert job.run(one.lam)[1] == one.value
     report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
     assert report.differences < 1e-6
+
+
+def test_a_loss_made_of_several_quadratics_has_no_closed_form():
+    """With a squared hinge the run crosses kinks and comes back, where a closed form cannot follow."""
+    torch.manual_seed(2)
+    x, labels = torch.randn(20, 3), torch.randn(20).sign()
+    model, declared = nn.Linear(3, 1), [WeightDecay(0.02), Momentum(0.9), LearningRate(0.3)]
+
+    def squared_hinge(outputs, targets):
+        return torch.relu(1 - targets * outputs[:, 0]).square().mean()
+
+    arguments = (model, squared_hinge, declared, (x, labels), (x + 0.3, labels))
+    found = bl.tune(*arguments, steps=25, iterations=1)
+    assert "Spectral" not in found.method
+    assert found.method != bl.tune(*arguments[:1], F.mse_loss, declared, (x, x[:, :1]), (x, x[:, 1:2]), steps=25).method

@@ -5,7 +5,7 @@ A state is the pair (w, auxiliary variables), which the paper calls w throughout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -321,15 +321,21 @@ def reached(outputs: Sequence[Any], variables: Sequence[Tensor]) -> set[int]:
     """The indices of those variables that the autograd graph of `outputs` leads back to; nothing is computed."""
     index = {id(variable): i for i, variable in enumerate(variables)}
     found = {index[id(out)] for out in outputs if id(out) in index}
+    for node in graph_nodes(outputs):
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in index:
+            found.add(index[id(variable)])
+    return found
+
+
+def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph of `outputs`, each once; those of leaves have a `variable`."""
     stack = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in index:
-            found.add(index[id(variable)])
+        yield node
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
-    return found

@@ -14,6 +14,7 @@ from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Process
 from bilevel.methods.spectral_compiled import differentiate_compiled
 from bilevel.methods.spectral_gradients import Found, Start, differentiate, kept_bytes
+from bilevel.methods.spectral_proof import refuse_unless_quadratic
 from bilevel.methods.spectral_quadratic import Layout, find_axis, still_shares, tolerance_of
 from bilevel.methods.spectral_recall import recall, remember
 from bilevel.problem import Problem, Task
@@ -28,6 +29,11 @@ class Spectral(Method):
     gradient descent p_T(s) = (1 − ηs)^T and q_T = (1 − p_T)/s. The derivative in A is Q (p[sᵢ, sⱼ] ∘ …) Qᵀ with divided
     differences p[sᵢ, sⱼ], which are computed without a quotient, so that repeated or clustered eigenvalues and singular
     A are harmless.
+
+    That the inner objective is quadratic is read off its operations, at every call: ∇L is computed once and must
+    consist of sums and products in which w has degree one. This is certain, and costs a few evaluations of ∇L, whatever
+    T is. Objectives that are quadratic in pieces only, such as a squared hinge, are refused, also where the run may
+    stay in one piece, and so is a quadratic that is written with other operations, such as a squared `norm`.
 
     The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one
     eigendecomposition of A.
@@ -81,6 +87,7 @@ class Spectral(Method):
         if self.compiled:
             found, code = differentiate_compiled(process, start, axis)
         else:
+            refuse_unless_quadratic(bound.loss(1), start.spec.unflatten(start.leaves))
             found = differentiate(bound, process.variables, start, process.steps, axis)
         _refuse_unless_exact(found)
         layout = Layout(found.leaves, axis)
@@ -106,7 +113,8 @@ class Spectral(Method):
 
 
 def _refuse_unless_exact(found: Found) -> None:
-    """The one check that is made at every call: at the end of the run L is the quadratic that it had at the start."""
+    """At the end of the run L is the quadratic that it had at the start: derivatives that autograd was kept from
+    seeing, by a .detach() say, make it another one."""
     if not float(found.misfit) <= tolerance_of(found.misfit) and bool(torch.isfinite(found.value)):
         raise BilevelError(
             "Spectral needs an inner objective that is quadratic in w, but at w_T the gradient of this one is "

@@ -12,6 +12,7 @@ from bilevel.errors import BilevelError
 from bilevel.methods.kernels import Kernel, build_once, compile_function, forget, key_orders
 from bilevel.methods.process import Bound, Process
 from bilevel.methods.spectral_gradients import Found, Start, differentiate
+from bilevel.methods.spectral_proof import refuse_unless_quadratic
 from bilevel.methods.spectral_quadratic import tolerance_of
 from bilevel.methods.watch import Watch, is_plain
 
@@ -56,6 +57,7 @@ def differentiate_compiled(process: Process, start: Start, axis: int | None) -> 
 
 
 def _compile(process: Process, start: Start, axis: int | None, live: bool, inputs: list[Tensor]) -> Code:
+    refuse_unless_quadratic(process.bound.loss(1), start.spec.unflatten(start.leaves))
     count, size = len(process.variables), len(start.leaves)
     rest = count + size + len(start.settings)
     reached = [False] * count
