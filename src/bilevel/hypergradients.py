@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
 from bilevel.methods.base import Hypergradient, Method, Stats
-from bilevel.methods.checks import check_arguments, check_lam, check_process, is_finite
+from bilevel.methods.checks import check_arguments, check_process, is_finite
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
-from bilevel.methods.unrolled import Unrolled
+from bilevel.methods.unrolled import Unrolled, record
 from bilevel.problem import Problem, Task
-from bilevel.trees import Tree
+from bilevel.recomputed import Known, NoOtherTensors, refuse_forward_mode, under_torch_func
+from bilevel.trees import Spec, Tree
 
 Start = Tree | Hypergradient | None
 
@@ -69,6 +71,12 @@ def hypergradient(
     >>> round(float(hg.value), 6), round(float(hg.grad), 6)
     (0.25, 0.5)
     """
+    if under_torch_func():
+        raise BilevelError(
+            "hypergradient(...) was called within torch.func.grad, vmap or another transform, and its result has no "
+            "graph that these could follow. Write objective(...) there, which they differentiate and batch, or call "
+            "hypergradient(...) outside, in a loop instead of vmap."
+        )
     chosen = _as_method(method)
     if chosen is not None and start is None and isinstance(task, Task):
         recalled = chosen.recall(problem, lam, task, dynamics, steps, allow_unused)
@@ -99,8 +107,14 @@ def objective(
     """f_T(λ) as a scalar tensor: `.backward()` adds ∇f_T(λ) to the `.grad` of every leaf of λ that requires grad.
 
     Any torch optimiser, gradient clipping, learning-rate scheduler or DDP hook then works as with any other loss, and λ
-    may itself be the output of a network. The arguments are those of `hypergradient`. Under `torch.no_grad()` only the
-    value is computed.
+    may itself be the output of a network. The arguments are those of `hypergradient`. Where no leaf of λ requires grad,
+    and under `torch.no_grad()`, only the value is computed.
+
+    With an exact method it can be differentiated as often as one likes: `create_graph=True`, gradient penalties,
+    `torch.autograd.functional.hessian`, `torch.func.grad`, `jacrev` and `vmap`, and `objective` inside the functions of
+    another problem (three levels). What those functions know of the other problem's variables must be passed as
+    leaves of λ. A first derivative costs what `hypergradient` costs; a product with the Hessian runs the T steps once
+    more, recorded as by `Unrolled`.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -112,19 +126,24 @@ def objective(
     >>> f.item(), lam.grad.item()
     (9.0, 6.0)
     """
-    arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
-    if not torch.is_grad_enabled():
-        _as_method(method)
-        return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
-    check_lam(lam)
-    leaves = trees.leaves(lam)
-    if not any(leaf.requires_grad for leaf in leaves):
-        raise BilevelError(
-            "No leaf of λ requires grad, so objective(...).backward() would have nowhere to go. Call "
-            "lam.requires_grad_(), or use hypergradient(...)."
-        )
-    result = hypergradient(problem, lam, task, method=method, **arguments)
-    return _Known.apply(result.value, trees.leaves(result.grad), *leaves)  # type: ignore[no-untyped-call]
+    chosen = _as_method(method)
+    transformed = under_torch_func()
+    if torch.is_grad_enabled() or transformed:
+        _refuse_gradients_of_data(task)
+    leaves, spec = trees.flatten(lam)
+    if not transformed:
+        refuse_forward_mode((lam, task))
+        if not (torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in leaves)):
+            if chosen is None or chosen.exact:
+                return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
+            # Not every inexact method evaluates E after T steps: Implicit(newton=…) goes on from there.
+            arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
+            return hypergradient(problem, lam, task, method=chosen, **arguments).value
+    # vmap may have batched the data, and hands out one of the batch where data are inputs.
+    data = trees.tensors(task) if transformed else []
+    watch = NoOtherTensors if transformed else contextlib.nullcontext
+    call = _Call(problem, spec, task, {"dynamics": dynamics, "steps": steps}, chosen, allow_unused, len(data), watch)
+    return Known.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
 
 
 def value_of(
@@ -144,18 +163,57 @@ def value_of(
     return torch.stack(values).mean()
 
 
-class _Known(torch.autograd.Function):
-    """A value whose gradient has been computed already."""
+@dataclass(frozen=True)
+class _Call:
+    """A call of `objective` as a function of tensors alone: the first `data` are those of the task, if any, and the
+    others the leaves of λ."""
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, grads: list[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(*grads)
-        return value.clone()
+    problem: Problem
+    spec: Spec
+    task: Task | Sequence[Task]
+    run: dict[str, Any]
+    method: Method | None
+    allow_unused: bool
+    data: int
+    watch: Callable[[], AbstractContextManager[Any]]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(cotangent * grad for grad in ctx.saved_tensors)
+    def evaluate(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """f_T and ∇f_T by the method."""
+        lam, task = self._arguments(tensors)
+        method = "auto" if self.method is None else self.method
+        with self.watch(), torch.enable_grad():
+            result = hypergradient(self.problem, lam, task, method=method, allow_unused=self.allow_unused, **self.run)
+        return result.value, trees.leaves(result.grad)
+
+    def record(self, *tensors: Tensor) -> Tensor:
+        """f_T with all steps in one graph: its derivatives beyond the first are the same for every exact method."""
+        if self.method is not None and not self.method.exact:
+            raise BilevelError(
+                f"objective(…, method={self.method!r}) was asked for a second derivative (by create_graph=True, for a "
+                "Hessian, or within another problem), and has none: its gradient is an approximation, which is not the "
+                "derivative of its value. Pass method=Reverse() or another exact method."
+            )
+        lam, task = self._arguments(tensors)
+        tasks = [task] if isinstance(task, Task) else task
+        runs = [Process(self.problem, lam, one, self.run["dynamics"], self.run["steps"], live=True) for one in tasks]
+        return torch.stack([record(process)[0] for process in runs]).mean()
+
+    def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Tree, Task | Sequence[Task]]:
+        data, task = iter(tensors[: self.data]), self.task
+        if self.data:
+            task = trees.map(lambda leaf: next(data) if isinstance(leaf, Tensor) else leaf, task)
+        return self.spec.unflatten(tensors[self.data :]), task
+
+
+def _refuse_gradients_of_data(task: Task | Sequence[Task]) -> None:
+    leaves = trees.leaves(task)
+    wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if wanted:
+        raise BilevelError(
+            f"task{trees.paths(task)[wanted[0]]} requires grad, and objective(…) is differentiated in λ only: its "
+            "gradient would be lost. Make it a leaf of λ, where inner, outer and encode can read it, or pass "
+            "its .detach()."
+        )
 
 
 def _of_one_task(process: Process, method: Method | None) -> Hypergradient:

@@ -37,6 +37,8 @@ class Process:
         start: begin at this w instead of init(λ) (a warm start).
         previous: continue where this result ended, auxiliary variables and step number included (the online variants).
         adjoint: where an implicit method's linear solver begins.
+        live: stay in the graph that λ comes with: nothing is cut, and `variables` are functions of λ's leaves. For a
+            run that is recorded whole, to be differentiated more than once.
         findings: what the checks learned about the process, for the methods to use.
     """
 
@@ -49,6 +51,7 @@ class Process:
     previous: Hypergradient | None = None
     adjoint: Tensor | None = None
     allow_unused: bool = False
+    live: bool = False
     findings: dict[str, Any] = field(default_factory=dict)
 
     variables: list[Tensor] = field(init=False)
@@ -58,7 +61,7 @@ class Process:
         self.dynamics = as_function_of_lam(self.source)
         values, self._lam_spec = trees.flatten(self.lam)
         # Copies: what the user's functions do to λ in place must not reach the user's λ.
-        lam_leaves = [value.detach().clone().requires_grad_() for value in values]
+        lam_leaves = [value.clone() if self.live else value.detach().clone().requires_grad_() for value in values]
         self.outer_count = len(lam_leaves)
         task, self._encoded = self.task, []
         if self.problem.encode is not None:
@@ -70,7 +73,7 @@ class Process:
         self._encoded_at = [i for i, x in enumerate(self._task_leaves) if isinstance(x, Tensor) and x.requires_grad]
         if self.problem.encode is not None:
             self._encoded = [self._task_leaves[i] for i in self._encoded_at]
-            cut = [tensor.detach().requires_grad_() for tensor in self._encoded]
+            cut = self._encoded if self.live else [tensor.detach().requires_grad_() for tensor in self._encoded]
         else:
             # A tensor of the user's that happens to require grad is data like any other.
             cut = []

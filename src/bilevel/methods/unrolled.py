@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from bilevel import trees
 from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Process
+from bilevel.methods.process import Process, State
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,19 @@ class Unrolled(Method):
     """
 
     def __call__(self, process: Process) -> Hypergradient:
-        bound = process.bound
-        with torch.enable_grad():
-            state = bound.start()
-            for t in process.times:
-                state = bound.step(state, t)
-            value = bound.outer(state)
+        value, state = record(process)
         gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
         memory = process.steps * process.recorded_bytes(state)
         return self.result(
             process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory
         )
+
+
+def record(process: Process) -> tuple[Tensor, State]:
+    """f_T and the last state, with all T steps in one graph."""
+    bound = process.bound
+    with torch.enable_grad():
+        state = bound.start()
+        for t in process.times:
+            state = bound.step(state, t)
+        return bound.outer(state), state

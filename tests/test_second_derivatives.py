@@ -1,0 +1,243 @@
+"""Derivatives of `objective` beyond the first: Hessians and gradient penalties, against plain torch and differences."""
+
+import pytest
+import torch
+from torch.autograd.functional import hessian
+
+import bilevel as bl
+from bilevel import methods, trees
+from bilevel.testing import central_differences, relative_error
+from bilevel.testing.problems import examples
+
+TASK = bl.Task(None, None)
+
+
+def scalar(inner_calls=None):
+    """inner (w − 3)² + e^λ w²: every step is affine in w, so that f_T is a formula."""
+
+    def inner(w, lam, batch):
+        if inner_calls is not None:
+            inner_calls.append(1)
+        return (w - 3) ** 2 + lam.exp() * w**2
+
+    return bl.Problem(inner, outer=lambda w, lam, batch: (w - 1) ** 2, init=lambda lam: torch.zeros_like(lam))
+
+
+def by_hand(lam, steps, lr):
+    w = torch.zeros_like(lam)
+    for _ in range(steps):
+        w = w - lr * (2 * (w - 3) + 2 * lam.exp() * w)
+    return (w - 1) ** 2
+
+
+def unrolled(problem, lam, task, steps, lr):
+    """f_T by gradient descent in plain torch."""
+    w = {name: leaf.clone().requires_grad_() for name, leaf in problem.init(lam).items()}
+    for _ in range(steps):
+        slopes = torch.autograd.grad(problem.inner(w, lam, task.train), list(w.values()), create_graph=True)
+        w = {name: leaf - lr * slope for (name, leaf), slope in zip(w.items(), slopes, strict=True)}
+    return problem.outer(w, lam, task.val)
+
+
+def hessian_of(f, lam):
+    """The Hessian as one matrix, for a λ that is a tree."""
+    leaves, spec = trees.flatten(lam)
+    return hessian(lambda v: f(spec.unflatten(trees.from_vector(v, leaves))), trees.to_vector(leaves))
+
+
+def test_the_hessian_of_a_scalar_problem():
+    lam = torch.tensor(0.3)
+
+    def f(lam):
+        return bl.objective(scalar(), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=20)
+
+    expected = hessian(lambda lam: by_hand(lam, 20, 0.1), lam)
+    assert abs(float(expected)) > 0.1
+    assert relative_error(hessian(f, lam), expected) < 1e-12
+    assert relative_error(hessian(f, lam, vectorize=True), expected) < 1e-12
+    slopes = central_differences(
+        lambda lam: bl.hypergradient(scalar(), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=20).grad, lam
+    )
+    assert relative_error(slopes, expected) < 1e-8
+
+
+def exact_methods():
+    found = [method for cls in methods.find().values() if cls.exact for method in cls.examples()]
+    return [*found, "auto", None]
+
+
+@pytest.mark.parametrize("method", exact_methods(), ids=repr)
+def test_every_exact_method_has_the_hessian_of_f_t(method):
+    example = examples()[0]
+    # Reversible needs momentum; the others run the steps that plain torch runs.
+    dynamics = bl.HeavyBall(0.2, 0.5) if isinstance(method, bl.Reversible) else bl.GradientDescent(0.2)
+    settings = {"dynamics": dynamics, "steps": 25}
+    expected = hessian_of(
+        lambda lam: bl.objective(example.problem, lam, example.task, method=bl.Unrolled(), **settings), example.lam
+    )
+    if not isinstance(method, bl.Reversible):
+        by_torch = hessian_of(lambda lam: unrolled(example.problem, lam, example.task, 25, 0.2), example.lam)
+        assert relative_error(expected, by_torch) < 1e-9
+    found = hessian_of(
+        lambda lam: bl.objective(example.problem, lam, example.task, method=method, **settings), example.lam
+    )
+    assert relative_error(found, expected) < 1e-9
+
+
+def test_a_gradient_penalty():
+    example = examples()[1]
+    settings = {"dynamics": bl.GradientDescent(0.3), "steps": 8}
+
+    def penalised(f, lam):
+        leaves = list(lam.values())
+        value = f(lam)
+        return value + sum((slope**2).sum() for slope in torch.autograd.grad(value, leaves, create_graph=True))
+
+    found = {k: v.clone().requires_grad_() for k, v in example.lam.items()}
+    penalised(lambda lam: bl.objective(example.problem, lam, example.task, **settings), found).backward()
+    expected = {k: v.clone().requires_grad_() for k, v in example.lam.items()}
+    penalised(lambda lam: unrolled(example.problem, lam, example.task, 8, 0.3), expected).backward()
+    assert relative_error({k: v.grad for k, v in found.items()}, {k: v.grad for k, v in expected.items()}) < 1e-9
+
+
+def test_lists_of_tasks_encode_and_learned_dynamics():
+    x, y = torch.randn(10, 3), torch.randn(10)
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam["penalty"].exp() * (w**2).sum(),
+        outer=lambda w, lam, b: torch.log(torch.cosh(b[0] @ w - b[1])).mean(),
+        init=lambda lam: lam["start"],
+        encode=lambda lam, task: bl.Task(
+            (torch.tanh(task.train[0] @ lam["map"]), task.train[1]), (torch.tanh(task.val[0] @ lam["map"]), task.val[1])
+        ),
+    )
+    lam = {"map": torch.randn(3, 2), "penalty": torch.tensor(-1.0), "start": torch.randn(2), "lr": torch.tensor(-1.5)}
+    tasks = [bl.Task((x[:4], y[:4]), (x[4:7], y[4:7])), bl.Task((x[3:8], y[3:8]), (x[8:], y[8:]))]
+
+    def f(lam):
+        return bl.objective(problem, lam, tasks, dynamics=lambda lam: bl.GradientDescent(lam["lr"].exp()), steps=6)
+
+    def plain(lam):
+        values = []
+        for task in tasks:
+            encoded, w = problem.encode(lam, task), lam["start"].clone()
+            for _ in range(6):
+                loss = problem.inner(w, lam, encoded.train)
+                w = w - lam["lr"].exp() * torch.autograd.grad(loss, w, create_graph=True)[0]
+            values.append(problem.outer(w, lam, encoded.val))
+        return sum(values) / 2
+
+    assert relative_error(hessian_of(f, lam), hessian_of(plain, lam)) < 1e-9
+
+
+def test_leaves_of_lam_may_be_functions_of_each_other():
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (w - lam["a"]) ** 2 + lam["b"] * w**2,
+        outer=lambda w, lam, b: torch.sin(w) + lam["b"] ** 3,
+        init=lambda lam: torch.zeros_like(lam["a"]),
+    )
+
+    def f(a):
+        return bl.objective(problem, {"a": a, "b": a**2}, TASK, dynamics=bl.GradientDescent(0.1), steps=7)
+
+    def plain(a):
+        w = torch.zeros_like(a)
+        for _ in range(7):
+            w = w - 0.1 * (2 * (w - a) + 2 * a**2 * w)
+        return torch.sin(w) + a**6
+
+    a = torch.tensor(0.7)
+    assert relative_error(hessian(f, a), hessian(plain, a)) < 1e-12
+
+
+def test_third_derivatives():
+    lam = torch.tensor(0.3, requires_grad=True)
+
+    def third(f):
+        value = f(lam)
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value, lam, create_graph=True)
+        return value.detach()
+
+    found = third(lambda lam: bl.objective(scalar(), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=9))
+    assert relative_error(found, third(lambda lam: by_hand(lam, 9, 0.1))) < 1e-11
+
+
+def test_a_slope_that_does_not_depend_on_lam_has_a_zero_hessian():
+    problem = bl.Problem(
+        inner=lambda w, lam, b: ((w - 1) ** 2).sum(),
+        outer=lambda w, lam, b: (w * lam).sum(),
+        init=lambda lam: torch.zeros_like(lam),
+    )
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
+    assert torch.equal(
+        hessian(lambda lam: bl.objective(problem, lam, TASK, **settings), torch.ones(2)), torch.zeros(2, 2)
+    )
+
+
+def test_frozen_leaves_stay_frozen():
+    example = examples()[1]
+    lam = {**example.lam, "shift": example.lam["shift"].clone().requires_grad_()}
+    f = bl.objective(example.problem, lam, example.task, dynamics=bl.GradientDescent(0.3), steps=6)
+    (slope,) = torch.autograd.grad(f, lam["shift"], create_graph=True)
+    slope.backward()
+    expected = hessian(
+        lambda shift: unrolled(example.problem, {**example.lam, "shift": shift}, example.task, 6, 0.3),
+        example.lam["shift"],
+    )
+    assert relative_error(lam["shift"].grad, expected) < 1e-10
+    assert all(leaf.grad is None for name, leaf in lam.items() if name != "shift")
+
+
+@pytest.mark.parametrize("method", [bl.Implicit(), bl.Truncated(3), bl.FirstOrder()], ids=repr)
+def test_a_method_without_second_derivatives_says_so(method):
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (w - lam) ** 2,
+        outer=lambda w, lam, b: w**2 * lam,
+        init=lambda lam: torch.zeros(()),
+    )
+    lam = torch.tensor(0.5, requires_grad=True)
+    f = bl.objective(problem, lam, TASK, dynamics=bl.GradientDescent(0.1), steps=40, method=method)
+    (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+    expected = bl.hypergradient(problem, lam, TASK, dynamics=bl.GradientDescent(0.1), steps=40, method=method).grad
+    assert torch.equal(slope.detach(), expected)
+    with pytest.raises(bl.BilevelError, match=r"second derivative.*Reverse\(\)"):
+        slope.backward()
+
+
+def test_nothing_is_run_again_until_a_second_derivative_is_asked_for():
+    calls = []
+    lam = torch.tensor(0.3, requires_grad=True)
+    f = bl.objective(scalar(calls), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=20)
+    once = len(calls)
+    f.backward(retain_graph=True)
+    (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+    assert len(calls) == once
+    slope.backward()
+    assert len(calls) == once + 20
+
+
+def test_the_first_derivative_is_that_of_the_call_whatever_happens_to_lam_since():
+    lam = torch.tensor(0.3, requires_grad=True)
+    f = bl.objective(scalar(), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=5)
+    expected = bl.hypergradient(scalar(), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=5).grad
+    with torch.no_grad():
+        lam.fill_(9.0)
+    f.backward(retain_graph=True)
+    assert torch.equal(lam.grad, expected)
+    with pytest.raises(RuntimeError, match="inplace"):  # torch's word for it, as for any function
+        torch.autograd.grad(f, lam, create_graph=True)
+
+
+def test_data_that_require_grad_are_refused():
+    problem = bl.Problem(
+        inner=lambda w, lam, x: (w - x) ** 2 + lam * w**2,
+        outer=lambda w, lam, x: (w - x) ** 2,
+        init=lambda lam: torch.zeros(()),
+    )
+    x = torch.tensor(2.0, requires_grad=True)
+    lam = torch.tensor(0.5, requires_grad=True)
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 4}
+    with pytest.raises(bl.BilevelError, match=r"task\.val requires grad.*leaf of λ"):
+        bl.objective(problem, lam, bl.Task(x.detach(), x), **settings)
+    with pytest.raises(bl.BilevelError, match=r"task\[1\]\.train requires grad"):
+        bl.objective(problem, lam, [bl.Task(x.detach(), x.detach()), bl.Task(x, x.detach())], **settings)
