@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ class PerLeaf(Constraint):
     constraint is asked for, the bare dict, list or tuple is accepted too.
     """
 
-    parts: Any
+    # A dict has no hash.
+    parts: Any = field(hash=False)
 
     def project(self, lam: Tree) -> Tree:
         return _project(self.parts, lam, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class TorchOptim(Dynamics):
     """
 
     optimizer: Any
-    settings: Mapping[str, Any]
+    # A dict has no hash.
+    settings: Mapping[str, Any] = field(hash=False)
 
     def __init__(self, optimizer: type[torch.optim.Optimizer], **settings: Any) -> None:
         object.__setattr__(self, "optimizer", optimizer)

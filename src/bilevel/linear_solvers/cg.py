@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,9 +39,8 @@ class CG(LinearSolver):
         preconditioner: a `Nystrom` whose low-rank inverse is used as preconditioner.
     """
 
-    # Two solvers that differ in these only are alike to whoever checks a problem: tolerances may change at every call.
-    tol: float = field(default=1e-10, compare=False)
-    max_iter: int | None = field(default=None, compare=False)
+    tol: float = 1e-10
+    max_iter: int | None = None
     preconditioner: Nystrom | None = None
 
     def solve(

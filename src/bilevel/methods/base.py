@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -98,6 +98,10 @@ class Method(ABC):
 
     def check(self, process: Process) -> None:  # noqa: B027 - most methods apply everywhere
         """Raise a `BilevelError` if this method does not apply to the process; called before any work, every time."""
+
+    def remembered_as(self) -> Hashable:
+        """What of this method the remembered checks depend on: two that share it need one check between them."""
+        return self
 
     def look(self, process: Process) -> None:  # noqa: B027 - most methods need to know nothing more
         """Learn what the method needs to know about the process into `process.findings`, where it is remembered."""

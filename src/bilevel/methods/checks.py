@@ -131,7 +131,7 @@ def check_process(process: Process, method: Method) -> None:
     memory = process.problem.checked
     method.check(process)
     key = (
-        method,
+        method.remembered_as(),
         process.steps,
         process.allow_unused,
         _kind(process.start),

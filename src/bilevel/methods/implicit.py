@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -67,9 +67,8 @@ class Implicit(Method):
 
     solver: LinearSolver | None = None
     condition: Literal["auto", "fixed-point"] = "auto"
-    # As for CG's tolerance: it may change at every call without anything to be checked again.
-    newton: float | None = field(default=None, compare=False)
-    preconditioner: Preconditioner | None = field(default=None, compare=False)
+    newton: float | None = None
+    preconditioner: Preconditioner | None = None
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
 
@@ -116,6 +115,10 @@ class Implicit(Method):
                 "Implicit(preconditioner=…) is for the Hessian of the inner objective, but here the fixed point of the "
                 "dynamics is differentiated, whose matrix is not symmetric. Leave the preconditioner out."
             )
+
+    def remembered_as(self) -> Hashable:
+        # Tolerances may change at every call without anything to be checked again.
+        return type(self), self.condition
 
     def sees(self, process: Process) -> frozenset[Part]:
         return frozenset({"the inner objective", "the fixed point", "the outer objective"})

@@ -77,7 +77,7 @@ def why_not_quadratic(loss: Callable[[Tree], Tensor], w: Tree) -> str | None:
         parts = torch.autograd.grad(value, points, allow_unused=True)
     custom = next((node for node in graph_nodes([value]) if isinstance(node, BackwardCFunction)), None)
     if custom is not None:
-        return f"what the custom function {custom.name()} computes is not known"
+        return f"what the custom function {type(custom).__name__} computes is not known"
     highest = max((degrees.of(part, unknown=math.inf) for part in parts if part is not None), default=0.0)
     if highest <= 1 and not degrees.read:
         return None
