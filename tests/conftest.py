@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ def double_precision():
     torch.manual_seed(0)  # no test may depend on what was drawn before it
     yield
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where it is ignored: under nohup, or in the background of a shell script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ def test_callbacks_can_stop():
     assert seen == [0, 1, 2, 3] and sol.outcome.kind == "stopped early" and len(sol.history["value"]) == 4
 
 
-def test_ctrl_c_returns_what_was_reached():
+def test_ctrl_c_returns_what_was_reached(ctrl_c):
     def interrupt(iteration):
         if iteration.k == 2:
             signal.raise_signal(signal.SIGINT)

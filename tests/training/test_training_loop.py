@@ -206,7 +206,7 @@ def test_no_room_for_the_metrics(folder):
         train(Walk(), folder, rarely)
 
 
-def test_only_a_second_signal_ends_it_at_once(folder, monkeypatch):
+def test_only_a_second_signal_ends_it_at_once(folder, monkeypatch, ctrl_c):
     def twice():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # as torchrun passes a Ctrl-C on
