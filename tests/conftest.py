@@ -19,7 +19,7 @@ def double_precision():
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT raises KeyboardInterrupt, also where it is ignored: under nohup, or in the background of a shell script."""
+    """SIGINT raises KeyboardInterrupt, also where it is ignored: under nohup, or in a script's background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -95,7 +95,11 @@ def _slopes(loss: Loss, points: list[Tensor], rebuild: Callable[[list[Tensor]], 
     with contextlib.nullcontext() if differentiable else torch.enable_grad():
         live = [point if point.requires_grad else point.detach().requires_grad_() for point in points]
         parts = torch.autograd.grad(loss(rebuild(live)), live, create_graph=differentiable, allow_unused=True)
-    return [torch.zeros_like(point) if part is None else part for point, part in zip(points, parts, strict=True)]
+    return [
+        # The gradient of an embedding may be sparse, and few operations take a sparse tensor.
+        torch.zeros_like(point) if part is None else part if part.layout == torch.strided else part.to_dense()
+        for point, part in zip(points, parts, strict=True)
+    ]
 
 
 def _take_apart(w: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

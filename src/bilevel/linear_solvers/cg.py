@@ -96,6 +96,12 @@ def conjugate(
         image = operator(direction)
         iterations += 1
         curvature = torch.dot(direction, image)
+        if not bool(torch.isfinite(curvature)):
+            raise BilevelError(
+                f"CG met a curvature that is {float(curvature)} at iteration {iterations}: products with the matrix "
+                f"exceed what {str(b.dtype)[6:]} can hold, or w_T is no place where the objective has a second "
+                "derivative. Use float32 or float64, or scale the data."
+            )
         if not curvature > 0:
             raise BilevelError(
                 f"CG met the curvature {float(curvature / direction.square().sum()):.3g} ≤ 0 at iteration "

@@ -136,10 +136,11 @@ class Method(ABC):
         lam = process.variables[: process.outer_count]
         if any(g is None for g in parts) and not process.allow_unused:
             unseen = next(path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None)
+            other = "" if self.exact else "use an exact method such as Reverse(), "
             raise BilevelError(
                 f"{type(self).__name__} found no way from λ{unseen} to the outer objective in these {process.steps} "
-                "steps. Remove it from λ, use a method that sees all steps such as Reverse(), or pass "
-                "allow_unused=True to have its gradient be zero."
+                f"steps: λ{unseen} moves only parts of w that the outer objective does not look at, or too late. "
+                f"Remove it from λ, {other}or pass allow_unused=True to have its gradient be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]
         grad = trees.flatten(process.lam)[1].unflatten(filled)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,9 @@ from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
 from bilevel.methods.diagnosis import refuse_non_finite_data
 from bilevel.methods.process import Process, call_user, reached, what_is
+from bilevel.methods.recorded import counted
+from bilevel.methods.twice import TwiceDifferentiable
+from bilevel.methods.verdicts import kind_of, remember
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -134,62 +136,25 @@ def check_process(process: Process, method: Method) -> None:
         method.remembered_as(),
         process.steps,
         process.allow_unused,
-        _kind(process.start),
+        kind_of(process.start),
         process.previous is None or process.previous.tangents is None,
-        _kind(process.source),
-        _kind(process.variables),
-        _kind([task.train, task.val]),
+        kind_of(process.source),
+        kind_of(process.variables),
+        kind_of([task.train, task.val]),
     )
     if key in memory:
         process.findings = memory[key]
     else:
-        state = _check_start(process)
-        _check_objectives(process, state)
-        _check_step(process, state)
+        with TwiceDifferentiable() as mode:
+            state = _check_start(process)
+            _check_objectives(process, state)
+            _check_step(process, state)
+        if mode.used and "replaced" not in memory:
+            memory["replaced"] = {}
+            process.bound = process.bind(process.variables)
         _check_reach(process, method, state)
-        _remember(memory, key, process.findings)
+        remember(memory, key, process.findings)
     method.look(process)
-
-
-def _remember(memory: dict[Any, dict[str, Any]], key: Any, found: dict[str, Any]) -> None:
-    """A bounded memory: a source of ever new samplers must not fill it."""
-    if len(memory) > 100:
-        # What is kept under a word is no verdict on a call: compiled code, say.
-        for old in [old for old in memory if not isinstance(old, str)]:
-            del memory[old]
-    memory[key] = found
-
-
-def _kind(value: Any) -> Any:
-    """What two dynamics, tasks or trees must share for one check to serve both: shapes and code, not numbers in
-    tensors."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, (int, float, str, type, type(None))):
-        return value
-    if is_dataclass(value):
-        return type(value), tuple(_kind(getattr(value, f.name)) for f in fields(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(_kind(item) for item in value)
-    if isinstance(value, Mapping):
-        return tuple((key, _kind(item)) for key, item in value.items())
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return type(value)
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if not _is_empty(cell)]
-    return code, tuple(_closed_over(cell) for cell in cells), _kind(getattr(value, "__defaults__", None))
-
-
-def _closed_over(value: Any) -> Any:
-    """A function's closure by its plain values; anything larger by its type, so that this does not wander off."""
-    return value if isinstance(value, (int, float, str, type, type(None))) else type(value)
-
-
-def _is_empty(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is None
-    except ValueError:
-        return True
 
 
 def _check_sampler(process: Process) -> None:
@@ -216,7 +181,7 @@ def _check_sampler(process: Process) -> None:
         )
     with contextlib.suppress(TypeError):
         # Weakly, because a sampler may hold a whole data set; what cannot be referred to weakly is checked every time.
-        _remember(memory, ("sampler", id(sampler)), {"itself": weakref.ref(sampler)})
+        remember(memory, ("sampler", id(sampler)), {"itself": weakref.ref(sampler)})
 
 
 def _check_start(process: Process) -> Any:
@@ -285,23 +250,10 @@ def _check_step(process: Process, state: Any) -> None:
     t = process.times[0]
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
-    bytes_saved = 0
-    seen: set[int] = {
-        leaf.untyped_storage().data_ptr() for leaf in trees.tensors([process.variables, bound.task, state])
-    }
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal bytes_saved
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in seen:
-            seen.add(pointer)
-            bytes_saved += tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        after = call_user("dynamics.step", lambda: bound.step(state, t), context=context)
-    # What one recorded step keeps alive: `Unrolled` holds T of these.
-    process.findings["graph bytes"] = bytes_saved
+    after, process.findings["graph bytes"] = counted(
+        lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
+        trees.tensors([process.variables, bound.task, state]),
+    )
     if not (isinstance(after, tuple) and len(after) == 2):
         raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {what_is(after)}.")
     if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:

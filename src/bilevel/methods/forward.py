@@ -11,7 +11,8 @@ from typing_extensions import Self
 from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Gradients, Process, jacobian_vector_products, live_copy
+from bilevel.methods.process import Gradients, Process, live_copy
+from bilevel.methods.products import jacobian_vector_products
 from bilevel.trees import Tree
 
 # Tangents beyond this fall out of the cache, and every operation on them then waits for memory.

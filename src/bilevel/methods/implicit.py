@@ -24,6 +24,7 @@ from bilevel.methods.base import Hypergradient, Method, Part
 from bilevel.methods.near_minimiser import newton
 from bilevel.methods.preconditioner import Preconditioner, inverse_at
 from bilevel.methods.process import Gradients, Process, State, accumulate, live_copy
+from bilevel.methods.products import batched_grad
 
 
 @dataclass(frozen=True)
@@ -249,9 +250,10 @@ def _adjoint_operator(form: list[Tensor], points: list[Tensor], sign: float, sym
     def product(vector: Tensor, batched: bool) -> Tensor:
         pieces = trees.from_vector(vector, points)
         outputs, cotangents = zip(*((f, v) for f, v in zip(form, pieces, strict=True) if f.requires_grad), strict=True)
-        parts = torch.autograd.grad(
-            outputs, points, cotangents, retain_graph=True, allow_unused=True, is_grads_batched=batched
-        )
+        if batched:
+            parts = batched_grad(outputs, points, cotangents, retain_graph=True)
+        else:
+            parts = torch.autograd.grad(outputs, points, cotangents, retain_graph=True, allow_unused=True)
         batch = vector.shape[:-1]
         filled = [p.new_zeros(batch + p.shape) if g is None else g for p, g in zip(points, parts, strict=True)]
         image = torch.cat([part.reshape(*batch, -1) for part in filled], dim=-1)

@@ -5,7 +5,9 @@ A state is the pair (w, auxiliary variables), which the paper calls w throughout
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.errors import BilevelError
+from bilevel.methods.products import jacobian_vector_products
+from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -171,6 +175,8 @@ class Bound:
         problem = process.problem
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
         self._start, self._previous = process.start, process.previous
+        # Known from the first check of the problem.
+        self._around: Callable[[], Any] = TwiceDifferentiable if "replaced" in problem.checked else nullcontext
         with torch.enable_grad():
             self.dynamics = call_user("the function of λ passed as dynamics", process.dynamics, self.lam)
 
@@ -178,26 +184,40 @@ class Bound:
         """Φ_0(λ) with fresh auxiliary variables, or the state that the process was told to continue from."""
         if self._previous is not None:
             return trees.detach(self._previous.state)
-        w = self._init(self.lam) if self._start is None else trees.detach(self._start)
+        with self._around():
+            w = self._init(self.lam) if self._start is None else trees.detach(self._start)
         # When w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not pick up ∂L/∂λ.
         w = trees.map(_own_copy, w)
         return w, self.dynamics.init(w)
 
     def loss(self, t: int) -> Callable[[Tree], Tensor]:
         """L_λ on the batch of step t, as a function of w."""
-        inner, lam, batch = self.inner, self.lam, self.task.batch(t)
-        return lambda w: inner(w, lam, batch)
+        inner, lam, batch, around = self.inner, self.lam, self.task.batch(t), self._around
+
+        def loss(w: Tree) -> Tensor:
+            with around():
+                return inner(w, lam, batch)
+
+        return loss
 
     def step(self, state: State, t: int) -> State:
-        return self.dynamics.step(self.loss(t), state[0], state[1], t)
+        with self._around():
+            return self.dynamics.step(self.loss(t), state[0], state[1], t)
 
     def outer(self, state: State) -> Tensor:
-        return self._outer(state[0], self.lam, self.task.val)
+        with self._around():
+            return self._outer(state[0], self.lam, self.task.val)
 
 
 def _own_copy(leaf: Any) -> Tensor:
     if not trees.is_variable(leaf):
         kind = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else what_is(leaf)
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            raise BilevelError(
+                f"The start w_0 holds {kind}, and the variables of a problem must be real. Let w hold "
+                "torch.view_as_real(w_0), and write w = torch.view_as_complex(w) in the objectives; they may compute "
+                "with complex numbers."
+            )
         raise BilevelError(f"The start w_0 holds {kind}, which has no gradient. Every leaf must be a floating tensor.")
     return leaf.clone()
 
@@ -210,10 +230,10 @@ def call_user(name: str, function: Callable[..., Any], *args: Any, context: str 
         raise
     except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
         detail = f" Here {context}." if context else ""
-        raise BilevelError(
-            f"{name} failed at its first call: {type(error).__name__}: {error}.{detail} Shapes, dtypes and devices "
-            "must fit each other."
-        ) from error
+        if isinstance(error, RuntimeError) and re.search("shape|size|dtype|device|same type|backend", str(error)):
+            detail += " Shapes, dtypes and devices must fit each other."
+        text = str(error).rstrip(".")
+        raise BilevelError(f"{name} failed at its first call: {type(error).__name__}: {text}.{detail}") from error
 
 
 def what_is(value: Any) -> str:
@@ -227,6 +247,11 @@ def live_copy(state: State) -> tuple[list[Any], State]:
     leaves, spec = trees.flatten(state)
     live = [leaf.detach().requires_grad_() if trees.is_variable(leaf) else leaf for leaf in leaves]
     return live, spec.unflatten(live)
+
+
+def _dense(part: Tensor | None) -> Tensor | None:
+    """A gradient as a plain tensor: that of an embedding may be sparse."""
+    return part if part is None or part.layout == torch.strided else part.to_dense()
 
 
 def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
@@ -244,17 +269,23 @@ def outer_gradients(
     Returns E, its gradients in the leaves of the state (None where there is none) and in the variables, and the last
     state.
     """
-    leaves, last = live_copy(state)
+    leaves, before = live_copy(state)
+    after = before
     with torch.enable_grad():
         for t in times:
-            last = bound.step(last, t)
+            after = bound.step(after, t)
+    # E has a graph of its own, which is not kept: code compiled by torch.compile could not be differentiated otherwise.
+    ends, last = live_copy(after) if times else (leaves, before)
+    with torch.enable_grad():
         value = bound.outer(last)
-    inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
-    # The graph from λ to the dynamics' settings is shared with other steps.
-    parts = torch.autograd.grad(value, inputs + variables, allow_unused=True, retain_graph=True)
-    alpha = iter(parts[: len(inputs)])
-    before = [next(alpha) if trees.is_variable(leaf) else None for leaf in leaves]
-    return value.detach(), before, list(parts[len(inputs) :]), trees.detach(last)
+    inputs = [leaf for leaf in ends if trees.is_variable(leaf)]
+    parts = [_dense(part) for part in torch.autograd.grad(value, inputs + variables, allow_unused=True)]
+    slopes = iter(parts[: len(inputs)])
+    alpha, direct = [next(slopes) if trees.is_variable(leaf) else None for leaf in ends], parts[len(inputs) :]
+    if times:
+        alpha, through = _pull_through(leaves, after, alpha, variables)
+        direct = [accumulate(one, two) for one, two in zip(direct, through, strict=True)]
+    return value.detach(), alpha, direct, trees.detach(last)
 
 
 def steps_vjp(
@@ -270,17 +301,24 @@ def steps_vjp(
     with torch.enable_grad():
         for t in times:
             after = bound.step(after, t)
+    return *_pull_through(leaves, after, alpha, variables), after
+
+
+def _pull_through(
+    leaves: list[Any], after: State, alpha: list[Tensor | None], variables: list[Tensor]
+) -> tuple[list[Tensor | None], Gradients]:
+    """α times the derivative of recorded steps in the leaves of the state before them and in the variables."""
     paired = [
         (out, a) for out, a in zip(trees.leaves(after), alpha, strict=True) if a is not None and out.requires_grad
     ]
     inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
     if not paired:
-        return [None] * len(leaves), [None] * len(variables), after
+        return [None] * len(leaves), [None] * len(variables)
     heads, cotangents = zip(*paired, strict=True)
     # The graph from λ to the dynamics' settings is shared by all steps, so it must survive this pass.
     parts = torch.autograd.grad(heads, inputs + variables, cotangents, allow_unused=True, retain_graph=True)
     before = iter(parts[: len(inputs)])
-    return [next(before) if trees.is_variable(leaf) else None for leaf in leaves], list(parts[len(inputs) :]), after
+    return [next(before) if trees.is_variable(leaf) else None for leaf in leaves], list(parts[len(inputs) :])
 
 
 def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor]) -> Gradients:
@@ -292,32 +330,6 @@ def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor])
         return [None] * len(variables)
     heads, cotangents = zip(*paired, strict=True)
     return list(torch.autograd.grad(heads, variables, cotangents, allow_unused=True, retain_graph=True))
-
-
-def jacobian_vector_products(
-    outputs: Sequence[Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """A batch of forward-mode products ∂outputs/∂inputs · tangents, from reverse mode applied twice.
-
-    u ↦ uᵀJ is linear in u, so its derivative in u along a tangent is J·tangent, at any point u. Tangents have one
-    leading batch axis; None stands for zero.
-    """
-    heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
-    with torch.enable_grad():
-        dummies = [torch.zeros_like(head, requires_grad=True) for head in heads]
-        pulled = torch.autograd.grad(heads, inputs, dummies, create_graph=True, allow_unused=True) if heads else ()
-    used = [
-        (p, v)
-        for p, v in zip(pulled, tangents, strict=bool(heads))
-        if p is not None and v is not None and p.requires_grad
-    ]
-    if not used:
-        return [None] * len(outputs)
-    forms, directions = zip(*used, strict=True)
-    pushed = iter(
-        torch.autograd.grad(forms, dummies, directions, is_grads_batched=True, allow_unused=True, retain_graph=True)
-    )
-    return [next(pushed) if isinstance(out, Tensor) and out.requires_grad else None for out in outputs]
 
 
 def reached(outputs: Sequence[Any], variables: Sequence[Tensor]) -> set[int]:

@@ -14,6 +14,7 @@ from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import random_directions
 from bilevel.methods.process import Bound, Process
+from bilevel.methods.products import batched_grad
 from bilevel.trees import Tree
 
 
@@ -107,9 +108,7 @@ def hessian_products(slope: list[Tensor], points: list[Tensor], directions: list
         parts = torch.autograd.grad(outputs, points, [c[0] for c in cotangents], create_graph=True, allow_unused=True)
         parts = tuple(None if g is None else g.unsqueeze(0) for g in parts)
     else:
-        parts = torch.autograd.grad(
-            outputs, points, cotangents, create_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        parts = batched_grad(outputs, points, cotangents, create_graph=True)
     return [p.new_zeros((count, *p.shape)) if g is None else g for p, g in zip(points, parts, strict=True)]
 
 

@@ -1,0 +1,46 @@
+"""Products with Jacobians: forward mode from reverse mode, and many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def jacobian_vector_products(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """A batch of forward-mode products ∂outputs/∂inputs · tangents, from reverse mode applied twice.
+
+    u ↦ uᵀJ is linear in u, so its derivative in u along a tangent is J·tangent, at any point u. Tangents have one
+    leading batch axis; None stands for zero.
+    """
+    heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    with torch.enable_grad():
+        dummies = [torch.zeros_like(head, requires_grad=True) for head in heads]
+        pulled = torch.autograd.grad(heads, inputs, dummies, create_graph=True, allow_unused=True) if heads else ()
+    used = [
+        (p, v)
+        for p, v in zip(pulled, tangents, strict=bool(heads))
+        if p is not None and v is not None and p.requires_grad
+    ]
+    if not used:
+        return [None] * len(outputs)
+    forms, directions = zip(*used, strict=True)
+    pushed = iter(batched_grad(forms, dummies, directions, retain_graph=True))
+    return [next(pushed) if isinstance(out, Tensor) and out.requires_grad else None for out in outputs]
+
+
+def batched_grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], **options: Any
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad` for a batch of cotangents at once, or one after the other where an operation, such as a
+    product with a sparse matrix, has no batched form. The graph must be kept by the options."""
+    options = {"allow_unused": True, **options}
+    try:
+        return torch.autograd.grad(outputs, inputs, cotangents, is_grads_batched=True, **options)
+    except RuntimeError:
+        rows = [torch.autograd.grad(outputs, inputs, row, **options) for row in zip(*cotangents, strict=True)]
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*rows, strict=True))

@@ -1,0 +1,45 @@
+"""Operations that torch cannot differentiate twice, replaced by equal ones that it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
+class TwiceDifferentiable(TorchFunctionMode):
+    """Inside it, the derivatives of a gradient exist and are right.
+
+    Fused attention has no second derivative; the mathematical kernel has. The sparse gradient of an embedding loses its
+    own derivative on the way. The double backward of weight normalisation is wrong on CPUs (torch 2.13).
+
+    Attributes:
+        used: whether something had to be replaced. Every operation costs a few microseconds more inside this mode, so
+            only the problems that need it are run in it.
+    """
+
+    used = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in ATTENTION:
+            self.used = True
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        if func is F.embedding and kwargs.get("sparse"):
+            self.used = True
+            return func(*args, **{**kwargs, "sparse": False})
+        if func is torch._weight_norm:
+            self.used = True
+            return _weight_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
