@@ -72,6 +72,32 @@ def right_or_refused(ask: Callable[[], Any], expected: Any, *, tolerance: float 
     return True
 
 
+def along(f: Callable[[Any], Any], lam: Any, found: Any, tolerance: float = 1e-6, step: float = 1e-5) -> None:
+    """⟨found, d⟩ is the derivative of f along random directions d: central differences where λ has many numbers."""
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        direction = trees.map(lambda leaf, g=generator: torch.randn(leaf.shape, generator=g, dtype=leaf.dtype), lam)
+
+        def moved(s: Any, direction: Any = direction) -> Any:
+            return f(trees.map(lambda leaf, d: leaf + s * d, lam, direction)).detach()
+
+        expected = differences(moved, torch.zeros(()), step).grad
+        close(trees.dot(found, direction), expected, tolerance, f"along direction {seed}")
+
+
+def unrolled(inner: Any, w: Any, steps: int, lr: Any, graph: bool = True) -> Any:
+    """w after steps of gradient descent on inner(w, t), written out in plain torch and kept in its graph."""
+    for t in range(1, steps + 1):
+        leaves, spec = trees.flatten(w)
+        live = [leaf if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in leaves]
+        slopes = torch.autograd.grad(inner(spec.unflatten(live), t), live, create_graph=graph, allow_unused=True)
+        rates = trees.leaves(lr) if isinstance(lr, dict) else [lr] * len(live)
+        w = spec.unflatten(
+            leaf if g is None else leaf - rate * g for leaf, g, rate in zip(live, slopes, rates, strict=True)
+        )
+    return w
+
+
 def minimiser(loss: Callable[[Any, Any], torch.Tensor], start: torch.Tensor, lam: Any) -> torch.Tensor:
     """argmin_w loss(w, λ) by Newton's method in plain torch; its last step, −H⁻¹∇L, carries the derivative in λ."""
     fixed = trees.detach(lam)
@@ -89,6 +115,10 @@ def newton_step(loss: Callable[[Any, Any], torch.Tensor], w: torch.Tensor, lam: 
     live = w.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(live, lam), live, create_graph=True)
     return torch.linalg.solve(curvature, gradient.reshape(-1)).reshape(w.shape)
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @functools.cache
