@@ -28,8 +28,8 @@ def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
         try:
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
                 after = step()
-        except BilevelError:
-            # torch.func does not work under such hooks. A step that fails without them too says so here.
+        except (BilevelError, RuntimeError):
+            # Such hooks and torch.func exclude each other. A step that fails without them too says so here.
             after = step()
             for node in graph_nodes(trees.tensors(after)):
                 for name in dir(node):
