@@ -1,13 +1,12 @@
 """Everything found by walking the folders passes the public batteries."""
 
 import pytest
-import torch
 
 import bilevel as bl
 from bilevel import constraints, dynamics, linear_solvers, methods, testing
 from bilevel.methods.process import Process
-from bilevel.testing.batteries import exact_methods
 from bilevel.testing.problems import examples
+from bilevel.testing.references import exact_methods
 
 
 def instances(find):
@@ -25,7 +24,23 @@ def test_dynamics(example):
 
 @pytest.mark.parametrize("example", instances(methods.find))
 def test_method(example):
-    testing.check_method(example)
+    # The first instance of a class meets every pair, each of the others a fifth: every example and every dynamics.
+    first, *others = type(example).examples()
+    among = None if example == first else testing.pairs()[others.index(example) % 5 :: 5]
+    testing.check_method(example, among=among)
+
+
+@pytest.mark.parametrize(
+    ("method", "dynamics", "name"),
+    [
+        (bl.Reverse(compiled=3), bl.HeavyBall(0.2, 0.37), "piecewise"),
+        (bl.Spectral(compiled=True), bl.HeavyBall(0.2, 0.37), "quadratic"),
+    ],
+    ids=["Reverse", "Spectral"],
+)
+def test_compiled_method(method, dynamics, name):
+    among = [pair for pair in testing.pairs() if pair.dynamics == dynamics and pair.example.name == name]
+    testing.check_method(method, among=among)
 
 
 @pytest.mark.parametrize("example", instances(linear_solvers.find))
@@ -80,43 +95,3 @@ def test_no_exact_method_refuses_heavy_ball_on_a_quadratic(method, step):
         example.problem, example.lam, example.task, dynamics=step, steps=9, method=bl.Unrolled()
     ).grad
     assert testing.relative_error(grad, reference) < 1e-10
-
-
-class TestABatteryFails:
-    """A battery that cannot fail proves nothing."""
-
-    def test_on_a_dynamics_that_detaches_its_velocity(self):
-        def step(loss, w, state, t):
-            velocity = (
-                {k: 0.9 * state[k].detach() - 0.1 * g for k, g in bl.gradient(loss, w).items()}
-                if isinstance(w, dict)
-                else None
-            )
-            return {k: w[k] + velocity[k] for k in w}, velocity
-
-        start = lambda w: {k: torch.zeros_like(v) for k, v in w.items()}  # noqa: E731
-        with pytest.raises(AssertionError, match="central differences"):
-            testing.check_dynamics(bl.StepFunction(step, start))
-
-    def test_on_a_method_that_is_not_exact(self):
-        class Half(bl.Unrolled):
-            def __call__(self, process):
-                import dataclasses
-
-                result = super().__call__(process)
-                return dataclasses.replace(result, grad={k: 0.5 * v for k, v in result.grad.items()})
-
-        with pytest.raises(AssertionError, match="differs from Unrolled"):
-            testing.check_method(Half())
-
-    def test_on_a_constraint_that_is_not_a_projection(self):
-        class Scaled(bl.Box):
-            def project(self, lam):
-                return {k: v * 0.5 for k, v in lam.items()}
-
-        with pytest.raises(AssertionError):
-            testing.check_constraint(Scaled(-1, 1), {"a": torch.zeros(3)})
-
-    def test_on_a_solver_that_stops_early(self):
-        with pytest.raises(AssertionError, match="wrong"):
-            testing.check_solver(bl.CG(tol=1e-2))

@@ -14,7 +14,7 @@ SETTINGS = {"dynamics": bl.GradientDescent(0.2), "steps": 5}
 @pytest.mark.parametrize("example", examples(), ids=lambda e: e.name)
 def test_a_sound_problem(example):
     report = check_problem(example.problem, example.lam, example.task, **SETTINGS)
-    assert report.differences < 1e-7 and report.methods < 1e-12
+    assert report.differences < (1e-3 if example.single else 1e-7) and report.methods < 1e-12
 
 
 def broken(**changes):

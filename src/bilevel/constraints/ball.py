@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from bilevel import trees
-from bilevel.constraints.base import Constraint
+from bilevel.constraints.base import Constraint, as_like
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
@@ -37,6 +37,7 @@ class Ball(Constraint):
             raise BilevelError(
                 f"Ball has the center {trees.describe(center)} for a λ of {trees.describe(lam)}. Pass a tree like λ."
             )
+        center = trees.map(as_like, center, lam)
         offset = trees.subtract(lam, center)
         # As a tensor, because a projection may also be part of an inner step, which is differentiated.
         distance = trees.norm(offset)

@@ -62,4 +62,4 @@ class Truncated(Method):
 
     @classmethod
     def examples(cls) -> list[Self]:
-        return [cls(200), cls(1000, group_bytes=0)]
+        return [cls(60), cls(1000, group_bytes=0)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
@@ -16,7 +17,7 @@ from bilevel.linear_solvers.base import random_directions
 from bilevel.methods.reverse import Reverse
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
-from bilevel.testing.differences import relative_error
+from bilevel.testing.differences import relative_error, slope_along
 from bilevel.trees import Tree
 
 
@@ -73,7 +74,11 @@ def check_problem(
 
     recorded = hypergradient(problem, lam, task, method=Unrolled(), allow_unused=allow_unused, **settings)
     replayed = hypergradient(problem, lam, task, method=Reverse(), allow_unused=allow_unused, **settings)
-    values = [float(value_of(problem, lam, task, **settings)) for _ in range(2)]
+
+    def value(lam: Tree) -> Tensor:
+        return value_of(problem, lam, task, **settings)
+
+    values = [float(value(lam)) for _ in range(2)]
     if values[0] != values[1]:
         raise BilevelError(
             f"f_T(λ) was {values[0]!r} and then {values[1]!r} for the same λ: something in inner, outer, init or "
@@ -91,7 +96,7 @@ def check_problem(
     scale = max(float(trees.norm(recorded.grad)), 1e-12)
     for index, row in enumerate(random_directions(directions, trees.to_vector(leaves), seed=17)):
         direction = spec.unflatten(trees.from_vector(row / row.norm(), leaves))
-        expected = _directional(problem, lam, task, settings, direction, 1e-2 if single else 1e-4)
+        expected = slope_along(value, lam, direction, 1e-2 if single else 1e-4)
         found = float(trees.dot(recorded.grad, direction))
         worst = max(worst, abs(found - expected) / scale)
         if worst > tolerance:
@@ -107,16 +112,3 @@ def check_problem(
             stacklevel=2,
         )
     return ProblemReport(values[0], worst, disagreement, directions)
-
-
-def _directional(
-    problem: Problem, lam: Tree, task: Task, settings: dict[str, Any], direction: Tree, step: float
-) -> float:
-    slopes = []
-    for width in (step, 2 * step):
-        above, below = (
-            float(value_of(problem, trees.map(lambda x, d, h=h: x + h * d, lam, direction), task, **settings))
-            for h in (width, -width)
-        )
-        slopes.append((above - below) / (2 * width))
-    return (4 * slopes[0] - slopes[1]) / 3

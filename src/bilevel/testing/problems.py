@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.methods.base import Part
 from bilevel.problem import Problem, Task
 from bilevel.tasks.minibatches import Minibatches
 from bilevel.trees import Tree
 
+# Where each leaf of the first examples' λ enters.
+PLACES: Mapping[str, frozenset[Part]] = {
+    "penalty": frozenset({"the inner objective"}),
+    "shift": frozenset({"the inner objective", "the outer objective"}),
+    "start": frozenset({"the start"}),
+}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Example:
-    """A problem with a λ, a task and what is known about it."""
+    """A problem with a λ, a task and what is known about it.
+
+    Attributes:
+        quadratic: its inner objective is quadratic in w everywhere.
+        enters: for every key of λ the places where it enters.
+        written: the same problem without `encode`, where it has one.
+    """
 
     name: str
     problem: Problem
     lam: Tree
     task: Task
-    quadratic: bool
+    quadratic: bool = False
+    enters: Mapping[str, frozenset[Part]] = field(default_factory=lambda: PLACES)
+    written: Problem | None = None
+
+    @property
+    def single(self) -> bool:
+        """Whether it is in float32."""
+        return any(leaf.dtype == torch.float32 for leaf in trees.leaves(self.lam))
+
+    def to(self, dtype: torch.dtype) -> Example:
+        """The same example in another precision."""
+        lam, task = trees.map(lambda leaf: leaf.to(dtype), (self.lam, self.task))
+        return replace(self, lam=lam, task=task)
 
 
 def examples() -> list[Example]:
-    """A quadratic, a smooth non-quadratic problem, and the latter on minibatches."""
+    """A quadratic, a smooth problem, the smooth one on minibatches and in float32, pieces with kinks, an encoder, and
+    nested trees."""
     data, val, lam = _data()
     smooth = Problem(inner=_smooth_inner, outer=_outer, init=_init)
     return [
-        Example("quadratic", Problem(inner=_quadratic_inner, outer=_outer, init=_init), lam, Task(data, val), True),
-        Example("smooth", smooth, lam, Task(data, val), False),
-        Example("minibatches", smooth, lam, Task(Minibatches(data, size=5, seed=3), val), False),
+        Example("quadratic", Problem(_quadratic_inner, _outer, _init), lam, Task(data, val), quadratic=True),
+        Example("smooth", smooth, lam, Task(data, val)),
+        Example("minibatches", smooth, lam, Task(Minibatches(data, size=5, seed=3), val)),
+        Example("piecewise", Problem(_piecewise_inner, _kinked_outer, _init), lam, Task(data, val)),
+        encoded(),
+        nested(),
+        replace(Example("smooth", smooth, lam, Task(data, val)).to(torch.float32), name="float32"),
     ]
 
 
@@ -50,12 +82,78 @@ def closed_form(example: Example) -> tuple[Tree, Tree]:
     )
 
 
+def encoded() -> Example:
+    """Ridge regression on features tanh(x @ λ), which `encode` computes; quadratic in w."""
+    normal = _normal(13)
+    lam = {"map": normal(3, 2) * 0.6, "penalty": normal() * 0.3}
+
+    def loss(w: Tree, lam: Tree, features: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * ((features @ w - y) ** 2).mean() + (0.25 + 0.25 * lam["penalty"].exp()) * (w**2).sum()
+
+    def features(lam: Tree, batch: Tree) -> Tree:
+        return torch.tanh(batch[0] @ lam["map"]), batch[1]
+
+    problem = Problem(
+        inner=lambda w, lam, batch: loss(w, lam, *batch),
+        outer=lambda w, lam, batch: ((batch[0] @ w - batch[1]) ** 2).mean(),
+        init=lambda lam: 0 * lam["map"][0].detach(),
+        encode=lambda lam, task: Task(features(lam, task.train), features(lam, task.val)),
+    )
+    written = Problem(
+        inner=lambda w, lam, batch: problem.inner(w, lam, features(lam, batch)),
+        outer=lambda w, lam, batch: problem.outer(w, lam, features(lam, batch)),
+        init=problem.init,
+    )
+    task = Task((normal(6, 3), normal(6)), (normal(4, 3), normal(4)))
+    places: dict[str, frozenset[Part]] = {"map": PLACES["shift"], "penalty": PLACES["penalty"]}
+    return Example("encode", problem, lam, task, quadratic=True, enters=places, written=written)
+
+
+def nested() -> Example:
+    """Robust regression with two outputs: w and λ are nested, with matrices and numbers; one λ weighs the outer
+    losses."""
+    normal = _normal(17)
+    lam = {
+        "penalties": [normal(3, 2) * 0.3 - 1, (normal() * 0.3,)],
+        "start": (normal() * 0.5, normal(3, 2) * 0.5),
+        "weights": normal(4) * 0.5,
+    }
+
+    def inner(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+        matrix, (bias,) = w["net"]
+        residual = batch["x"] @ matrix + bias - batch["y"]
+        decay = ((0.5 + lam["penalties"][0].exp()) * matrix**2).sum() + (0.5 + lam["penalties"][1][0].exp()) * bias**2
+        return torch.log(torch.cosh(residual)).sum(1).mean() + 0.5 * decay
+
+    def outer(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+        matrix, (bias,) = w["net"]
+        losses = ((batch["x"] @ matrix + bias - batch["y"]) ** 2).sum(1)
+        return (torch.softmax(lam["weights"], 0) * losses).sum()
+
+    def init(lam: Tree) -> Tree:
+        return {"net": (lam["start"][1], [lam["start"][0]])}
+
+    task = Task({"x": normal(6, 3), "y": normal(6, 2)}, {"x": normal(4, 3), "y": normal(4, 2)})
+    places: dict[str, frozenset[Part]] = {
+        "penalties": PLACES["penalty"],
+        "start": PLACES["start"],
+        "weights": frozenset({"the outer objective"}),
+    }
+    return Example("nested", Problem(inner, outer, init), lam, task, enters=places)
+
+
+class _normal:
+    """Standard normal draws of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+
 def _data() -> tuple[Tree, Tree, Tree]:
-    generator = torch.Generator().manual_seed(7)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = _normal(7)
     x, x_val = normal(12, 5) * 0.9, normal(8, 5)
     lam = {"penalty": normal(5) * 0.3 - 1, "shift": normal() * 0.5, "start": normal(5) * 0.5}
     return (x, normal(12)), (x_val, normal(8)), lam
@@ -86,6 +184,17 @@ def _smooth_inner(w: Tree, lam: Tree, batch: Tree) -> Tensor:
     return torch.log(torch.cosh(residual)).mean() + _penalty(vector, lam)
 
 
+def _piecewise_inner(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+    """The quadratic with a low hill between start and minimiser: quadratic at both ends, but not on the way."""
+    hill = torch.relu(0.1 - (w["a"][0] - 0.12).abs())
+    return _quadratic_inner(w, lam, batch) + 2 * hill**2
+
+
 def _outer(w: Tree, lam: Tree, batch: Tree) -> Tensor:
     x, y = batch
     return ((x @ _vector(w) - y) ** 2).mean() + 0.1 * lam["shift"] ** 2
+
+
+def _kinked_outer(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+    x, y = batch
+    return (x @ _vector(w) - y).abs().mean() + 0.1 * lam["shift"] ** 2

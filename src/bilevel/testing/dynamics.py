@@ -1,0 +1,180 @@
+"""What every dynamics must satisfy, ours and yours."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import Dynamics, gradient
+from bilevel.dynamics.base import Loss
+from bilevel.errors import BilevelError
+from bilevel.hypergradients import hypergradient
+from bilevel.methods.checks import same
+from bilevel.methods.unrolled import Unrolled
+from bilevel.problem import Problem, Task
+from bilevel.testing.differences import agree
+from bilevel.testing.problems import Example, examples
+from bilevel.testing.references import (
+    DIFFERENCES,
+    EXACT,
+    SINGLE,
+    STEPS,
+    Pair,
+    along,
+    exact_methods,
+    slopes,
+    with_setting,
+)
+from bilevel.trees import Tree
+
+
+def check_dynamics(dynamics: Dynamics) -> None:
+    """Try a dynamics on every example with every kind of exact method; raise an `AssertionError` that says what is
+    wrong.
+
+    A step is a pure function: it changes no argument, keeps structure, shape and dtype of w, and gives the same result
+    when it is called again, with gradients recorded or not, whatever was drawn or called in between. Its derivative is
+    the slope that central differences see (1e-6), in λ and in every numeric setting of the dynamics, and all exact
+    methods agree on it (1e-10). Weights without a gradient give finite hypergradients. `heavy_ball_form` and
+    `stationary_step` describe what the dynamics does.
+    """
+    _check_step(dynamics)
+    for example in examples():
+        _check_derivative(Pair(example, dynamics, str(dynamics)))
+    _check_learned_settings(dynamics)
+    _check_zero_gradient(dynamics)
+    _check_heavy_ball_form(dynamics)
+    _check_limit(dynamics)
+
+
+def _check_step(dynamics: Dynamics) -> None:
+    example, loss, w = _quadratic()
+    before = trees.clone((w, example.lam, example.task))
+    with torch.no_grad():
+        state = dynamics.init(w)
+        for t in (1, 2):
+            kept = trees.clone(state)
+            first = dynamics.step(loss, w, state, t)
+            assert same(before[0], w) and same(kept, state), f"{dynamics} changed w or its auxiliary variables in place"
+            # Something else is drawn, and the dynamics steps elsewhere, before it is asked again.
+            torch.rand(3)
+            dynamics.step(loss, trees.scale(w, 2.0), dynamics.init(w), t + 5)
+            again = dynamics.step(loss, w, state, t)
+            assert same(first, again), (
+                f"{dynamics}: two calls of step {t} with the same arguments differ. A step may depend on (loss, w, "
+                "state, t) only: not on a counter, a buffer of its own or torch's random state"
+            )
+            kinds = [[(x.shape, x.dtype) for x in trees.leaves(tree)] for tree in (first[0], w)]
+            assert trees.flatten(first[0])[1] == trees.flatten(w)[1] and kinds[0] == kinds[1], (
+                f"{dynamics} changes the structure, a shape or a dtype of w"
+            )
+            assert not any(leaf.requires_grad for leaf in trees.tensors(first)), (
+                f"{dynamics} keeps a graph where gradients are switched off"
+            )
+            with torch.enable_grad():
+                recorded = dynamics.step(loss, w, state, t)[0]
+            agree(recorded, first[0], 1e-14, f"{dynamics} steps elsewhere when gradients are recorded", "w")
+            state = first[1]
+    assert same(before, (w, example.lam, example.task)), f"{dynamics} changed w, λ or the data in place"
+
+
+def _check_derivative(pair: Pair) -> None:
+    """Recorded steps against central differences, and every kind of exact method against recorded steps."""
+    args, settings = pair.arguments(STEPS)
+    try:
+        grad = hypergradient(*args, method=Unrolled(), **settings).grad
+    except BilevelError as error:
+        raise AssertionError(f"{pair} has no hypergradient: {error}") from error
+    single = pair.example.single
+    what = f"{pair}: the derivative through its steps differs from central differences"
+    agree(along(grad), slopes(pair, STEPS), SINGLE if single else DIFFERENCES, what)
+    one_of_each = {type(method): method for method in reversed(exact_methods())}
+    for method in one_of_each.values():
+        try:
+            found = hypergradient(*args, method=method, **settings).grad
+        except BilevelError:
+            # A method may refuse a pair; it may not be wrong about it.
+            continue
+        agree(found, grad, SINGLE if single else EXACT, f"{pair}: {method} differs from Unrolled")
+
+
+def _check_learned_settings(dynamics: Dynamics) -> None:
+    """Every numeric setting, taken from λ, has the derivative that central differences give, or is refused."""
+    for field in dataclasses.fields(dynamics):
+        value = getattr(dynamics, field.name)
+        if not isinstance(value, float):
+            continue
+        example = with_setting(examples()[1], "setting", value, frozenset({"the dynamics"}))
+
+        def learned(lam: Tree, name: str = field.name) -> Dynamics:
+            return dataclasses.replace(dynamics, **{name: lam["setting"]})
+
+        _check_derivative(Pair(example, learned, f"{dynamics} with {field.name} learned"))
+
+
+def _check_zero_gradient(dynamics: Dynamics) -> None:
+    """A weight whose gradient is zero at every step must not make the hypergradient NaN (FAR-HO's issue 13)."""
+    problem = Problem(
+        inner=lambda w, lam, batch: 0.5 * (lam * w**2).sum(),
+        outer=lambda w, lam, batch: (w**2).sum(),
+        init=lambda lam: torch.tensor([1.0, 0.0], dtype=torch.float64),
+    )
+    arguments = problem, torch.tensor(1.0, dtype=torch.float64), Task(None, None)
+    try:
+        hypergradient(*arguments, dynamics=dynamics, steps=3, method=Unrolled())
+    except BilevelError as error:
+        raise AssertionError(
+            f"{dynamics} fails where some weights have no gradient (the slope of a square root at 0 is infinite; "
+            f"`bilevel.dynamics.base.root` has slope 0 there): {error}"
+        ) from error
+
+
+def _check_heavy_ball_form(dynamics: Dynamics) -> None:
+    """`heavy_ball_form`, which `Spectral`, `Reversible` and the certificates rely on, is what the steps do."""
+    _, loss, w = _quadratic()
+    if dynamics.heavy_ball_form(1) is None:
+        return
+    with torch.no_grad():
+        state, expected, velocity = dynamics.init(w), w, trees.map(torch.zeros_like, w)
+        for t in (1, 2, 3):
+            lr, momentum = dynamics.heavy_ball_form(t) or (0.0, 0.0)
+            slope = gradient(loss, expected)
+            velocity = trees.map(lambda v, g, lr=lr, m=momentum: m * v - lr * g, velocity, slope)
+            expected = trees.add(expected, velocity)
+            w, state = dynamics.step(loss, w, state, t)
+            agree(w, expected, 1e-12, f"{dynamics}.heavy_ball_form({t}) does not describe step {t}", "w")
+
+
+def _check_limit(dynamics: Dynamics) -> None:
+    """Where it comes to rest, `stationary_step` rests too; without one, ∇L is zero. `Implicit` relies on it."""
+    _, loss, w = _quadratic()
+    with torch.no_grad():
+        state, start, moved = dynamics.init(w), w, [1.0]
+        # A momentum may turn round, where it stands still for a step.
+        while max(moved[-20:]) > 1e-13 and len(moved) < 1000:
+            before, (w, state) = w, dynamics.step(loss, w, state, len(moved))
+            moved.append(float(trees.norm(trees.subtract(w, before))))
+        if max(moved[-20:]) > 1e-9:
+            return
+        fixed, slope = dynamics.stationary_step(loss, w, len(moved)), gradient(loss, w)
+        if fixed is not None:
+            agree(fixed, w, 1e-6, f"{dynamics}: its limit is not a fixed point of its stationary_step", "w")
+        else:
+            ratio = float(trees.norm(slope) / trees.norm(gradient(loss, start)))
+            assert ratio <= 1e-6, (
+                f"{dynamics} comes to rest where ∇L is not zero ({ratio:.2g} of what it was at the start), and has no "
+                "stationary_step that would say where. Implicit differentiation would be wrong without a word"
+            )
+
+
+def _quadratic() -> tuple[Example, Loss, Tree]:
+    """The quadratic example, its inner objective as a loss, and a w to begin at."""
+    example = examples()[0]
+
+    def loss(w: Tree) -> Tensor:
+        return example.problem.inner(w, example.lam, example.task.train)
+
+    return example, loss, {"a": torch.ones(3, dtype=torch.float64), "b": torch.full((2,), 0.5, dtype=torch.float64)}
