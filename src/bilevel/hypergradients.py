@@ -155,7 +155,7 @@ def value_of(
     values = []
     for one, begin in zip(tasks, starts, strict=True):
         process = Process(problem, lam, one, dynamics, steps, *_split(begin), allow_unused=True)
-        check_process(process, Unrolled())
+        check_process(process, Unrolled(), value_only=True)
         with torch.no_grad():
             values.append(process.bound.outer(process.run()).detach())
         if not bool(torch.isfinite(values[-1])):

@@ -16,8 +16,9 @@ from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
+from bilevel.methods.closures import refuse_closures, refuse_views_of_lam
 from bilevel.methods.diagnosis import refuse_non_finite_data
-from bilevel.methods.process import Process, call_user, reached, what_is
+from bilevel.methods.process import Process, call_user, live_copy, reached, what_is
 from bilevel.methods.recorded import counted
 from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.methods.verdicts import kind_of, remember
@@ -115,10 +116,11 @@ def check_task(task: Any) -> None:
                 )
 
 
-def check_process(process: Process, method: Method) -> None:
+def check_process(process: Process, method: Method, *, value_only: bool = False) -> None:
     """Run Φ_0, one step and E once, and hold their results against what the method needs.
 
-    The verdict is remembered on the problem, so that the calls of a loop are checked once.
+    The verdict is remembered on the problem, so that the calls of a loop are checked once. Where the caller wants the
+    `value_only`, derivatives may be wrong.
     """
     refuse_inference_mode()
     task = process.bound.task
@@ -136,6 +138,7 @@ def check_process(process: Process, method: Method) -> None:
         method.remembered_as(),
         process.steps,
         process.allow_unused,
+        value_only and (value_only, torch.is_grad_enabled()),
         kind_of(process.start),
         process.previous is None or process.previous.tangents is None,
         kind_of(process.source),
@@ -149,6 +152,8 @@ def check_process(process: Process, method: Method) -> None:
             state = _check_start(process)
             _check_objectives(process, state)
             _check_step(process, state)
+            if torch.is_grad_enabled() or not value_only:
+                _check_closures(process, state)
         if mode.used and "replaced" not in memory:
             memory["replaced"] = {}
             process.bound = process.bind(process.variables)
@@ -267,6 +272,22 @@ def _check_step(process: Process, state: Any) -> None:
                 f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings or "
                 "λ have another shape, dtype or device than w? A value per weight must have w's shape."
             )
+
+
+def _check_closures(process: Process, state: Any) -> None:
+    """What requires grad must come in through the arguments."""
+    bound = process.bound
+    leaves, live = live_copy(state)
+    refuse_views_of_lam(process)
+    with torch.enable_grad():
+        if process.encoded:
+            refuse_closures(process, "encode", process.encode_again, outputs=process.encoded)
+        refuse_closures(process, "init", bound.start)
+        refuse_closures(process, "outer", lambda: bound.outer(live), leaves)
+        if process.steps:
+            t = process.times[0]
+            refuse_closures(process, "inner", lambda: bound.loss(t)(live[0]), leaves)
+            refuse_closures(process, "dynamics", lambda: bound.step(live, t), leaves)
 
 
 def _check_reach(process: Process, method: Method, state: Any) -> None:

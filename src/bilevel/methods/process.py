@@ -67,7 +67,7 @@ class Process:
         # Copies: what the user's functions do to λ in place must not reach the user's λ.
         lam_leaves = [value.clone() if self.live else value.detach().clone().requires_grad_() for value in values]
         self.outer_count = len(lam_leaves)
-        task, self._encoded = self.task, []
+        task, self.encoded = self.task, []
         if self.problem.encode is not None:
             with torch.enable_grad():
                 task = call_user("encode", self.problem.encode, self._lam_spec.unflatten(lam_leaves), self.task)
@@ -76,8 +76,8 @@ class Process:
         self._task_leaves, self._task_spec = trees.flatten(task)
         self._encoded_at = [i for i, x in enumerate(self._task_leaves) if isinstance(x, Tensor) and x.requires_grad]
         if self.problem.encode is not None:
-            self._encoded = [self._task_leaves[i] for i in self._encoded_at]
-            cut = self._encoded if self.live else [tensor.detach().requires_grad_() for tensor in self._encoded]
+            self.encoded = [self._task_leaves[i] for i in self._encoded_at]
+            cut = self.encoded if self.live else [tensor.detach().requires_grad_() for tensor in self.encoded]
         else:
             # A tensor of the user's that happens to require grad is data like any other.
             cut = []
@@ -133,7 +133,7 @@ class Process:
     def pull_back(self, gradients: Gradients) -> Gradients:
         """The gradient in the leaves of λ from that in all variables: one reverse pass through `encode`."""
         direct, through = gradients[: self.outer_count], gradients[self.outer_count :]
-        reached = [(tensor, g) for tensor, g in zip(self._encoded, through, strict=True) if g is not None]
+        reached = [(tensor, g) for tensor, g in zip(self.encoded, through, strict=True) if g is not None]
         if reached:
             tensors, cotangents = zip(*reached, strict=True)
             parts = torch.autograd.grad(
@@ -145,14 +145,19 @@ class Process:
     def push_forward(self, directions: list[Tensor | None]) -> list[Tensor | None]:
         """Batches of tangents of all variables from batches of tangents of λ's leaves: one forward pass through
         `encode`."""
-        if not self._encoded:
+        if not self.encoded:
             return list(directions)
         lam = self.variables[: self.outer_count]
-        return list(directions) + jacobian_vector_products(self._encoded, lam, list(directions))
+        return list(directions) + jacobian_vector_products(self.encoded, lam, list(directions))
+
+    def encode_again(self) -> Tree:
+        """What `encode` returns when it is called once more."""
+        assert self.problem.encode is not None
+        return self.problem.encode(self._lam_spec.unflatten(self.variables[: self.outer_count]), self.task)
 
     def reached_by_encoded(self, index: int) -> set[int]:
         """Which leaves of λ the encoded variable `index` depends on."""
-        return reached([self._encoded[index]], self.variables[: self.outer_count])
+        return reached([self.encoded[index]], self.variables[: self.outer_count])
 
     def recorded_bytes(self, state: State) -> int:
         """What a step adds to the graph of a recorded run: its own tensors, and the w between it and the next one."""
@@ -160,7 +165,7 @@ class Process:
 
     @property
     def encoded_count(self) -> int:
-        return len(self._encoded)
+        return len(self.encoded)
 
 
 class Bound:

@@ -22,7 +22,7 @@ def kind_of(value: Any) -> Any:
     """What two dynamics, tasks or trees must share for one check to serve both: shapes and code, not numbers in
     tensors."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device
+        return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, (int, float, str, type, type(None))):
         return value
     if is_dataclass(value):
@@ -40,6 +40,8 @@ def kind_of(value: Any) -> Any:
 
 def _closed_over(value: Any) -> Any:
     """A function's closure by its plain values; anything larger by its type, so that this does not wander off."""
+    if isinstance(value, Tensor):
+        return type(value), value.requires_grad
     return value if isinstance(value, (int, float, str, type, type(None))) else type(value)
 
 
