@@ -21,6 +21,7 @@ from bilevel.methods.checks import check_arguments, check_process, is_finite
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
+from bilevel.methods.twice import eagerly
 from bilevel.methods.unrolled import Unrolled, record
 from bilevel.problem import Problem, Task
 from bilevel.recomputed import Known, NoOtherTensors, refuse_forward_mode, under_torch_func
@@ -195,8 +196,10 @@ class _Call:
             )
         lam, task = self._arguments(tensors)
         tasks = [task] if isinstance(task, Task) else task
-        runs = [Process(self.problem, lam, one, self.run["dynamics"], self.run["steps"], live=True) for one in tasks]
-        return torch.stack([record(process)[0] for process in runs]).mean()
+        run = self.run["dynamics"], self.run["steps"]
+        with eagerly():
+            runs = [Process(self.problem, lam, one, *run, live=True) for one in tasks]
+            return torch.stack([record(process)[0] for process in runs]).mean()
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Tree, Task | Sequence[Task]]:
         data, task = iter(tensors[: self.data]), self.task

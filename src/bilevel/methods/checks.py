@@ -19,7 +19,7 @@ from bilevel.methods.base import EVERYTHING, Method, Part
 from bilevel.methods.closures import refuse_closures, refuse_views_of_lam
 from bilevel.methods.diagnosis import refuse_non_finite_data
 from bilevel.methods.process import Process, call_user, live_copy, reached, what_is
-from bilevel.methods.recorded import counted
+from bilevel.methods.recorded import counted, runs_compiled_code
 from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.methods.verdicts import kind_of, remember
 from bilevel.problem import Problem, Task
@@ -154,8 +154,9 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
             _check_step(process, state)
             if torch.is_grad_enabled() or not value_only:
                 _check_closures(process, state)
-        if mode.used and "replaced" not in memory:
-            memory["replaced"] = {}
+        found = {"replaced": mode.used, "compiled": runs_compiled_code(process, state)}
+        for name in (name for name, is_so in found.items() if is_so and name not in memory):
+            memory[name] = {}
             process.bound = process.bind(process.variables)
         _check_reach(process, method, state)
         remember(memory, key, process.findings)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +17,7 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.errors import BilevelError
 from bilevel.methods.products import jacobian_vector_products
-from bilevel.methods.twice import TwiceDifferentiable
+from bilevel.methods.twice import surroundings
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
@@ -148,7 +147,15 @@ class Process:
         if not self.encoded:
             return list(directions)
         lam = self.variables[: self.outer_count]
-        return list(directions) + jacobian_vector_products(self.encoded, lam, list(directions))
+        try:
+            return list(directions) + jacobian_vector_products(self.encoded, lam, list(directions))
+        except RuntimeError as error:
+            if "double backward" not in str(error):
+                raise
+            raise BilevelError(
+                "encode was compiled by torch.compile, and torch cannot differentiate such code twice, as forward mode "
+                "does here. Use Reverse(), which differentiates it once, or pass the function that is not compiled."
+            ) from error
 
     def encode_again(self) -> Tree:
         """What `encode` returns when it is called once more."""
@@ -181,7 +188,7 @@ class Bound:
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
         self._start, self._previous = process.start, process.previous
         # Known from the first check of the problem.
-        self._around: Callable[[], Any] = TwiceDifferentiable if "replaced" in problem.checked else nullcontext
+        self._around = surroundings(problem.checked)
         with torch.enable_grad():
             self.dynamics = call_user("the function of λ passed as dynamics", process.dynamics, self.lam)
 

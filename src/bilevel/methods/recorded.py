@@ -1,7 +1,8 @@
-"""How much memory the graph of a recorded step takes."""
+"""What the graph of a recorded step holds: how much memory, and whether compiled code."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.methods.process import graph_nodes
+from bilevel.methods.process import Process, State, graph_nodes, live_copy
 
 
 def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
@@ -39,3 +40,17 @@ def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
         if tensor.layout == torch.strided:
             sizes.pop(tensor.untyped_storage().data_ptr(), None)
     return after, sum(sizes.values())
+
+
+def runs_compiled_code(process: Process, state: State) -> bool:
+    """Whether `torch.compile` has compiled something in the start, the inner objective or the steps.
+
+    torch cannot differentiate such code twice: it raises an error, or with some backends takes its second derivative
+    for zero.
+    """
+    if "torch._dynamo" not in sys.modules or not process.steps:
+        return False
+    t, bound, (_, live) = process.times[0], process.bound, live_copy(state)
+    with torch.enable_grad():
+        outputs = trees.tensors([bound.start(), bound.loss(t)(live[0]), bound.step(live, t)])
+    return any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(outputs))

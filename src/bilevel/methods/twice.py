@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,3 +45,22 @@ class TwiceDifferentiable(TorchFunctionMode):
 
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def eagerly() -> AbstractContextManager[Any]:
+    """Inside it, functions compiled by `torch.compile`, which have first derivatives only, run uncompiled."""
+    # Whoever compiles has imported this module, and importing it takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _eagerly_twice_differentiable() -> Iterator[None]:
+    with eagerly(), TwiceDifferentiable():
+        yield
+
+
+def surroundings(checked: Mapping[Any, Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """What a problem's functions must be called in, by what was found when it was checked."""
+    if "compiled" in checked:
+        return _eagerly_twice_differentiable
+    return TwiceDifferentiable if "replaced" in checked else nullcontext
