@@ -155,6 +155,27 @@ def test_data_made_from_a_variable_above_are_refused(penalty):
         bl.hypergradient(bl.Problem(inner, upper_outer, lambda p: U0), P, TASK, **UPPER)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("upper", [bl.Reverse(), bl.Unrolled()], ids=repr)
+@pytest.mark.parametrize("where", ["init", "inner", "outer", "dynamics"])
+def test_a_variable_above_in_a_closure_is_refused(where, upper, steps):
+    def inner(u, p, batch):
+        def read(part, otherwise):
+            return u if part == where else otherwise
+
+        lowest = bl.Problem(
+            inner=lambda v, lam, b: (v - lam) ** 2 * read("inner", 1.0),
+            outer=lambda v, lam, b: v**2 * read("outer", 1.0),
+            init=lambda lam: read("init", torch.zeros(())) + 0.5,
+        )
+        dynamics = bl.GradientDescent(0.1 * read("dynamics", 1.0))
+        return bl.objective(lowest, p, TASK, dynamics=dynamics, steps=3) + p * u**2
+
+    problem = bl.Problem(inner, lambda u, p, batch: (u - 1) ** 2, lambda p: torch.ones(()))
+    with pytest.raises(bl.BilevelError, match=f"{where} .*closure.*leaf of λ"):
+        bl.hypergradient(problem, P, TASK, dynamics=bl.GradientDescent(0.1), steps=steps, method=upper)
+
+
 def test_solve_on_three_levels():
     solution = bl.solve(
         nested(), P, TASK, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), iterations=5, **UPPER

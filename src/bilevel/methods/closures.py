@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics
@@ -35,8 +36,8 @@ def refuse_closures(
     for leaf in found:
         if id(leaf) in again and id(leaf) in names:
             _refuse_lam(name, names[id(leaf)])
-        # A start that requires grad, such as a module's parameters, is a constant.
-        if id(leaf) in again and name != "init":
+        # A module's parameters require grad of their own accord; as a start they are constants.
+        if id(leaf) in again and not (name == "init" and isinstance(leaf, Parameter)):
             raise BilevelError(
                 f"{name} depends on a tensor of shape {list(leaf.shape)} that requires grad and is no part of λ: it "
                 "was read from a closure, and its gradient would be lost. If it is to be learned, or is a variable of "
