@@ -5,7 +5,7 @@ import torch
 from torch.autograd.functional import hessian
 
 import bilevel as bl
-from bilevel import methods, trees
+from bilevel import dynamics, methods, trees
 from bilevel.testing import central_differences, relative_error
 from bilevel.testing.problems import examples
 
@@ -70,8 +70,10 @@ def exact_methods():
 def test_every_exact_method_has_the_hessian_of_f_t(method):
     example = examples()[0]
     # Reversible needs momentum; the others run the steps that plain torch runs.
-    dynamics = bl.HeavyBall(0.2, 0.5) if isinstance(method, bl.Reversible) else bl.GradientDescent(0.2)
-    settings = {"dynamics": dynamics, "steps": 25}
+    settings = {
+        "dynamics": bl.HeavyBall(0.2, 0.5) if isinstance(method, bl.Reversible) else bl.GradientDescent(0.2),
+        "steps": 25,
+    }
     expected = hessian_of(
         lambda lam: bl.objective(example.problem, lam, example.task, method=bl.Unrolled(), **settings), example.lam
     )
@@ -82,6 +84,40 @@ def test_every_exact_method_has_the_hessian_of_f_t(method):
         lambda lam: bl.objective(example.problem, lam, example.task, method=method, **settings), example.lam
     )
     assert relative_error(found, expected) < 1e-9
+
+
+DYNAMICS = [each for cls in dynamics.find().values() for each in cls.examples()]
+
+
+@pytest.mark.parametrize("each", DYNAMICS, ids=repr)
+def test_every_dynamics_has_the_hessian_of_its_run(each):
+    """Products with the Hessian against differences of the gradient along the same direction."""
+    for example in examples():
+        leaves, spec = trees.flatten(example.lam)
+        if any(leaf.dtype != torch.float64 for leaf in leaves):
+            continue
+        directions = [torch.randn(leaf.shape) for leaf in leaves]
+        settings = {"dynamics": each, "steps": 7, "allow_unused": True}
+        live = [leaf.clone().requires_grad_() for leaf in leaves]
+        value = bl.objective(example.problem, spec.unflatten(live), example.task, **settings)
+        slopes = torch.autograd.grad(value, live, create_graph=True)
+        along = sum((slope * direction).sum() for slope, direction in zip(slopes, directions, strict=True))
+        products = torch.autograd.grad(along, live)
+
+        def slope_at(step, example=example, leaves=leaves, spec=spec, directions=directions, settings=settings):
+            moved = spec.unflatten([x + step * v for x, v in zip(leaves, directions, strict=True)])
+            return trees.to_vector(
+                trees.leaves(bl.hypergradient(example.problem, moved, example.task, **settings).grad)
+            )
+
+        near, far = (slope_at(h) - slope_at(-h) for h in (1e-5, 2e-5))
+        assert relative_error(trees.to_vector(products), (8 * near - far) / 12e-5) < 1e-6, example.name
+
+
+def test_torchs_own_check():
+    f = lambda lam: bl.objective(scalar(), lam, TASK, dynamics=bl.HeavyBall(0.1, 0.5), steps=6)  # noqa: E731
+    assert torch.autograd.gradcheck(f, torch.tensor(0.3, requires_grad=True))
+    assert torch.autograd.gradgradcheck(f, torch.tensor(0.3, requires_grad=True))
 
 
 def test_a_gradient_penalty():

@@ -44,6 +44,8 @@ def hypergradient(
 ) -> Hypergradient:
     """f_T(λ) = E(w_T, λ) and ∇f_T(λ), with w_T from T steps of the dynamics (Eqs. 5 and 6).
 
+    The result has no graph. For second derivatives, for a λ that is computed, and within `torch.func` use `objective`.
+
     Args:
         problem: the inner and outer objectives and the start.
         lam: λ, a tree of floating-point tensors; it is not changed and need not require grad.

@@ -85,8 +85,10 @@ class Known(Function):
         ctx.save_for_backward(*tensors, *ctx.slopes)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor, *_: None) -> tuple[Any, ...]:
+    def backward(ctx: Any, cotangent: Tensor | None, *_: None) -> tuple[Any, ...]:
         nothing = [None] * (2 + ctx.data)
+        if cotangent is None:
+            return *nothing, *[None] * len(ctx.slopes)
         if not torch.is_grad_enabled():
             # The inputs are not looked at: the caller may have changed them in place since.
             return *nothing, *(cotangent * slope for slope in ctx.slopes)
