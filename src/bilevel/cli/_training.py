@@ -11,7 +11,7 @@ import torch
 import typer
 
 from bilevel.meta.presets import PRESETS
-from bilevel.meta.runs import enter, schedule
+from bilevel.meta.runs import enter, new_job, schedule
 from bilevel.meta.settings import Settings
 from bilevel.meta.training import FewShotTraining, duration, open_data
 from bilevel.models.batch_norm import MEANING
@@ -38,7 +38,7 @@ def run(
         torch.set_num_threads(threads)
     with distributed.world() as world, ExitStack() as stack:
         with world.agreed():
-            job = FewShotTraining(settings, open_data(settings, data_root), world)
+            job = new_job(settings, open_data(settings, data_root), world)
             if world.writes:
                 stack.enter_context(folder.locked())
                 enter(folder, job, command, preset=preset, resume=resume, warn=_warn)

@@ -33,12 +33,19 @@ class MiniImagenet(Source):
     """Images 84×84 RGB, classes 64/16/20 as listed in the three CSV files (columns filename, label).
 
     Images of another size are cut to their largest centred square and scaled.
+
+    Args:
+        size: pixels per side; 42 makes training four times as fast.
     """
+
+    size: int = SIDE
 
     name: ClassVar[str] = "miniimagenet"
     version: ClassVar[int] = 1
 
     def files(self, root: Path) -> list[Path]:
+        if self.size < 1:
+            raise BilevelError(f"size={self.size} is no size of an image; pass a number of pixels, 84 or 42 say.")
         images = tree.locate(root, self.name, "images")
         where = root / self.name if images is None else images.parent
         lists = [where / f"{part}.csv" for part in LISTS]
@@ -54,13 +61,13 @@ class MiniImagenet(Source):
         classes = sorted({label for _, _, label in wanted})
         index = {label: number for number, label in enumerate(classes)}
         chosen = {part: sorted({index[label] for where, _, label in wanted if where == part}) for part in LISTS}
-        pixels = work.empty((len(wanted), SIDE, SIDE, 3))
+        pixels = work.empty((len(wanted), self.size, self.size, 3))
         with tree.opened(images, LIMITS) as (names, read, say):
             there = set(names)
             for number, (part, name, _) in enumerate(wanted):
                 if name not in there:
                     raise BilevelError(f"{part}.csv names {name}, which is not in {images}; the images are incomplete.")
-                pixels[number] = read_picture(read(name), say(name), "RGB", SIDE)[0]
+                pixels[number] = read_picture(read(name), say(name), "RGB", self.size)[0]
                 if number % 200 == 0:
                     work.report(number, len(wanted))
         work.report(len(wanted), len(wanted))

@@ -29,7 +29,7 @@ from bilevel.experiments._trainings import (
 from bilevel.experiments._variants_picture import draw
 from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
 from bilevel.meta.classic import ClassicTraining
-from bilevel.meta.multiclass import MulticlassTraining
+from bilevel.meta.multiclass import PaperMulticlass
 from bilevel.meta.settings import Settings as Training
 from bilevel.meta.training import FewShotTraining
 from bilevel.models.batch_norm import MEANING
@@ -56,7 +56,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bilevel-train": TRAIN,
 }
 KINDS: dict[str, Callable[[Training, ImageDataset], FewShotTraining]] = {
-    "multiclass": MulticlassTraining,
+    "multiclass": PaperMulticlass,
     "classic-train": ClassicTraining,
 }
 # With 64 filters a pass takes 3.3 times as long as with 32; the others get by with the same number of hyperiterations.

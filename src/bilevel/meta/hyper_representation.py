@@ -15,8 +15,9 @@ from bilevel import trees
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
+from bilevel.meta.class_loss import PREFIX, ClassLoss
 from bilevel.meta.classifier import FewShotClassifier
-from bilevel.meta.representation import Representation
+from bilevel.meta.representation import CENTRE, LENGTH, Representation
 from bilevel.methods.base import Method
 from bilevel.methods.reverse import Reverse
 from bilevel.models import build, heads
@@ -26,6 +27,8 @@ from bilevel.problem import Problem, Task
 from bilevel.training.files import read_json, read_tensors, write_json, write_tensors
 
 Batch = tuple[Tensor, Tensor]
+# Features of one length begin with this one; learning moves it.
+FIRST_LENGTH = 6.0
 
 
 class HyperRepresentation:
@@ -34,7 +37,7 @@ class HyperRepresentation:
     For an episode with support set S and query set Q
 
         L(w, λ) = mean over S of cross-entropy(h_λ(x)ᵀw, y) + l2/2 ‖w‖²,   w_0 = 0,   T steps of gradient descent
-        E(w, λ) = mean over Q of cross-entropy(h_λ(x)ᵀw, y)
+        E(w, λ) = mean over Q of cross-entropy(h_λ(x)ᵀw, y) [+ class_weight · class_loss(λ, h_λ(Q))]
 
     and f_T is the mean of E(w_T, λ) over a meta-batch of episodes (Algorithm 1). The features are computed and
     differentiated once (`Problem.encode`), and the classifiers of several episodes take their steps together.
@@ -50,6 +53,11 @@ class HyperRepresentation:
             (see `scale`). Below 2 the steps converge. 0, the paper's way, does nothing.
         l2: makes L strongly convex, as the theory asks; the paper's experiments have 0.
         batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
+        normalise: whether h's features are centred and of one length, exp(ℓ)·(φ − c)/‖φ − c‖; c and ℓ are then part
+            of λ, and `centre` starts c at the mean of some images' features.
+        last_relu: whether a network that is given by its name ends with a ReLU.
+        class_loss: the loss of one classifier over all classes of meta-training, whose leaves are then part of λ.
+        class_weight: how much of it is added to E; the queries' classes are then a third part of an episode's `val`.
         chunk: episodes whose features are in memory at once.
         seed: of the weights, when the module is a name.
         method: how ∇f_T is computed.
@@ -72,6 +80,10 @@ class HyperRepresentation:
         step_bound: float = 0.0,
         l2: float = 0.0,
         batch_norm: Mode = "episode",
+        normalise: bool = False,
+        last_relu: bool = True,
+        class_loss: ClassLoss | None = None,
+        class_weight: float = 0.0,
         chunk: int = 4,
         method: Method | None = None,
     ) -> None:
@@ -83,9 +95,11 @@ class HyperRepresentation:
             raise BilevelError(f"shape={shape} must be (channels, height, width), (1, 28, 28) for example.")
         if not inner_lr > 0 or not l2 >= 0 or not step_bound >= 0:
             raise BilevelError(f"inner_lr={inner_lr} must be positive, l2={l2} and step_bound={step_bound} at least 0.")
-        self.network = module if isinstance(module, str) else None
-        module = build(module, shape[0], seed) if isinstance(module, str) else module
-        self.representation = Representation(module, batch_norm)
+        if not class_weight >= 0 or (class_weight and class_loss is None):
+            raise BilevelError(f"class_weight={class_weight} must be at least 0, and above 0 it needs a class_loss.")
+        self.network, self.last_relu = (module if isinstance(module, str) else None), last_relu
+        module = build(module, shape[0], seed, last_relu) if isinstance(module, str) else module
+        self.representation = Representation(module, batch_norm, normalise)
         self.shape, self.steps, self.chunk = tuple(shape), steps, chunk
         self.inner_lr, self.step_bound, self.l2 = inner_lr, step_bound, l2
         self.method = method if method is not None else Reverse()
@@ -93,6 +107,13 @@ class HyperRepresentation:
         if not self.lam:
             raise BilevelError("The module has no parameters, so there is no representation to learn.")
         self.features = self._count_features()
+        like = next(iter(self.lam.values()))
+        if normalise:
+            self.lam[CENTRE] = like.new_zeros(self.features - 1)
+            self.lam[LENGTH] = like.new_tensor(FIRST_LENGTH).log()
+        self.class_loss, self.class_weight = class_loss, class_weight
+        if class_loss is not None:
+            self.lam |= {name: leaf.to(like) for name, leaf in class_loss.new(self.features - 1, seed).items()}
         self._problems: dict[tuple[int, int], Problem] = {}
 
     # ------------------------------------------------------------------------------------------- the problem
@@ -112,6 +133,10 @@ class HyperRepresentation:
     @batch_norm.setter
     def batch_norm(self, mode: Mode) -> None:
         self.representation.batch_norm = mode
+
+    @property
+    def normalise(self) -> bool:
+        return self.representation.normalise
 
     @property
     def dynamics(self) -> GradientDescent:
@@ -167,23 +192,34 @@ class HyperRepresentation:
     def _new_problem(self, episodes: int, ways: int) -> Problem:
 
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
-            (images, labels), (queries, answers) = task.train, task.val
+            (images, labels), (queries, *answers) = task.train, task.val
             support, query = self.represent_episodes(lam, images, queries, ways, training=True)
-            return Task((support, labels), (query, answers))
+            return Task((support, labels), (query, *answers))
 
         def inner(w: Tensor, lam: Any, batch: Batch) -> Tensor:
             loss = heads.cross_entropy(w, *batch)
             return loss + self.l2 / 2 * w.square().sum() if self.l2 else loss
 
-        def outer(w: Tensor, lam: Any, batch: Batch) -> Tensor:
-            return heads.cross_entropy(w, *batch) / episodes
+        def outer(w: Tensor, lam: Any, batch: tuple[Tensor, ...]) -> Tensor:
+            loss = heads.cross_entropy(w, *batch[:2]) / episodes
+            return loss + self._beside(lam, batch[0], batch[2]) if self.class_weight else loss
 
         def init(lam: dict[str, Tensor]) -> Tensor:
             return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
 
         return Problem(inner, outer, init, encode)
 
+    def _beside(self, lam: Mapping[str, Tensor], features: Tensor, classes: Tensor) -> Tensor:
+        """The part of E that knows all classes; the constant feature is not the classifier's."""
+        assert self.class_loss is not None
+        return self.class_weight * self.class_loss(lam, features[..., :-1], classes)
+
     # ------------------------------------------------------------------------------------------- its state
+
+    @torch.no_grad()
+    def centre(self, images: Tensor) -> None:
+        """Start c at the mean of these images' features, where features are centred."""
+        self.lam[CENTRE].copy_(self.representation.mean(self.lam, images))
 
     @contextmanager
     def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -201,19 +237,24 @@ class HyperRepresentation:
         self.lam = {name: value.to(device) for name, value in self.lam.items()}
         return self
 
-    def _here(self, episodes: Task | Sequence[Task]) -> tuple[Batch, Batch]:
+    def _here(self, episodes: Task | Sequence[Task]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         device = next(iter(self.lam.values())).device
         task = episodes
         if not isinstance(task, Task):
             task = trees.map(lambda *parts: torch.stack(parts), *task)
-        (images, labels), (queries, answers) = task.train, task.val
+        (images, labels), (queries, *answers) = task.train, task.val
+        if self.class_weight and len(answers) < 2:
+            raise BilevelError(
+                "class_weight > 0 needs the classes of the queries: draw with Episodes(…, with_classes=True), or pass "
+                "Task((images, labels), (queries, answers, classes))."
+            )
         if images.shape[2:] != self.shape or queries.shape[2:] != self.shape:
             wanted = " × ".join(map(str, self.shape))
             raise BilevelError(
                 f"The images are {list(images.shape)} and {list(queries.shape)}; this learner takes stacked episodes, "
                 f"episodes × images × {wanted}, as Episodes.batch gives them, or a list of tasks."
             )
-        return (images.to(device), labels.to(device)), (queries.to(device), answers.to(device))
+        return (images.to(device), labels.to(device)), (queries.to(device), *(x.to(device) for x in answers))
 
     def running(self) -> list[Tensor]:
         """The running averages of batch norm, where they are in use: means and variances, layer by layer."""
@@ -224,7 +265,8 @@ class HyperRepresentation:
     @contextmanager
     def watching(self) -> Iterator[Callable[[], list[Tensor]]]:
         """Inside the block, note the statistics of every normalised set; the function returns their means."""
-        watched = self.norms.values() if self.batch_norm == "running" else ()
+        norms = self.representation.here().norms
+        watched = norms.values() if self.batch_norm == "running" else ()
         for layer in watched:
             layer.seen = []
         seen: list[Tensor] = []
@@ -246,7 +288,9 @@ class HyperRepresentation:
     def settings(self) -> dict[str, Any]:
         """What is needed beside the weights to build this learner again."""
         names = ("network", "shape", "steps", "inner_lr", "step_bound", "l2", "batch_norm")
-        return {name: getattr(self, name) for name in names}
+        options = {"normalise": False, "last_relu": True}  # said where they are not what they were before they came
+        changed = {name: getattr(self, name) for name, usual in options.items() if getattr(self, name) != usual}
+        return {**{name: getattr(self, name) for name in names}, **changed}
 
     def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
         """Write `path.safetensors` and the card `path.json`; the card holds the settings and whatever is passed."""
@@ -278,8 +322,13 @@ class HyperRepresentation:
         return cls(module if module is not None else network, tuple(options.pop("shape")), **options)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace λ, and batch norm's averages where they are in use, by tensors with the same names."""
+        """Replace λ, and batch norm's averages where they are in use, by tensors with the same names.
+
+        A classifier over the classes of meta-training is left out where this learner has none: episodes do without.
+        """
         wanted = self.with_running(self.lam)
+        if self.class_loss is None:
+            weights = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
         wrong = [name for name in wanted if name not in weights or weights[name].shape != wanted[name].shape]
         wrong += [name for name in weights if name not in wanted]
         if wrong:
@@ -311,7 +360,7 @@ class HyperRepresentation:
         known, asked = self._here(episodes)
         parts = [list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in (known, asked)]
         if asked[0] is known[0]:  # one tensor that is both sets stays one
-            parts[1] = [(images, answers) for (images, _), (_, answers) in zip(*parts, strict=True)]
+            parts[1] = [(images, *answers) for (images, _), (_, *answers) in zip(*parts, strict=True)]
         return [Task(*pair) for pair in zip(*parts, strict=True)]
 
     def _of_chunk(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
@@ -324,23 +373,27 @@ class HyperRepresentation:
         return result.value, result.grad
 
     def _by_hand(self, task: Task) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """With few examples the steps and their adjoint are written out; None where that does not work."""
-        (images, labels), (queries, answers) = task.train, task.val
-        if type(self.method) is not Reverse or images.shape[1] > self.features:
+        """With few examples the steps and their adjoint are written out; None where the general way is needed."""
+        (images, labels), (queries, answers, *classes) = task.train, task.val
+        if self.method != Reverse() or images.shape[1] > self.features:
             return None
         lam = {name: value.detach().requires_grad_() for name, value in self.lam.items()}
         ways = int(labels.max()) + 1
-        try:
+        with torch.enable_grad():
+            features = self.represent_episodes(lam, images, queries, ways, training=True)
+        if not all(x.requires_grad for x in features):
+            return None
+        known, asked = (x.detach() for x in features)
+        descent = heads.Descent(self.steps, self.inner_lr, self.l2)
+        value, of_known, of_asked = descent.outer(known, labels, asked, answers, ways)
+        outputs, back = list(features), [of_known, of_asked]
+        if self.class_weight:
             with torch.enable_grad():
-                features = self.represent_episodes(lam, images, queries, ways, training=True)
-                known, asked = (x.detach() for x in features)
-                descent = heads.Descent(self.steps, self.inner_lr, self.l2)
-                value, *back = descent.outer(known, labels, asked, answers, ways)
-                grads = torch.autograd.grad(features, list(lam.values()), back, allow_unused=True)
-        except RuntimeError:
-            return None
+                outputs.append(self._beside(lam, features[1], classes[0]))
+            value, back = value + outputs[-1].detach(), [*back, torch.ones_like(value)]
+        grads = torch.autograd.grad(outputs, list(lam.values()), back, allow_unused=True)
         if any(g is None for g in grads) or not all(bool(x.isfinite().all()) for x in (value, *grads)):
-            return None
+            return None  # the general way says what is wrong
         return value, dict(zip(lam, grads, strict=True))
 
     def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
@@ -360,7 +413,7 @@ class HyperRepresentation:
 
     @torch.no_grad()
     def _accuracies(self, task: Task, steps: int) -> Tensor:
-        (images, labels), (queries, answers) = task.train, task.val
+        (images, labels), (queries, answers, *_) = task.train, task.val
         ways = int(labels.max()) + 1
         support, query = self.represent_episodes(self.lam, images, queries, ways, training=False)
         iterates = self.iterates(support, labels, ways, steps)
@@ -378,7 +431,7 @@ class HyperRepresentation:
     def _count_features(self) -> int:
         with torch.no_grad():
             images = next(iter(self.lam.values())).new_zeros((2, *self.shape))
-            features = torch.func.functional_call(self.module, self.lam, (images,))
+            features = self.representation.raw(self.lam, images)
         if features.ndim != 2:
             raise BilevelError(
                 f"The module maps images {list(images.shape)} to {list(features.shape)}; it must return N×F features. "

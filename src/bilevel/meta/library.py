@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.meta.hyper_representation import HyperRepresentation
@@ -19,12 +21,13 @@ PREFIX = "zoo:"
 
 @dataclass(frozen=True)
 class Trained:
-    """A learner with what is known about it."""
+    """A learner with what is known about it; `weights` are all tensors that were saved, a classifier's too."""
 
     name: str
     learner: HyperRepresentation
     settings: Settings
     card: dict[str, Any]
+    weights: dict[str, Tensor]
 
     def check_data(self, data: ImageDataset) -> None:
         """Refuse to judge it on other images than it was trained on: its training classes may be among the test's."""
@@ -87,7 +90,10 @@ def _from_files(name: str, stem: Path) -> Trained:
     card = read_json(stem.with_name(stem.name + ".json"))
     if not isinstance(card, dict) or not {"settings", "learner"} <= card.keys():
         raise BilevelError(f"{stem}.json is not the card of a learner that `bilevel evaluate --save` wrote.")
-    return Trained(name, HyperRepresentation.load(stem), Settings.of(card["settings"]), card)
+    weights = read_tensors(stem.with_name(stem.name + ".safetensors"))[0]
+    learner = HyperRepresentation.from_settings(card["learner"])
+    learner.set_weights(weights)
+    return Trained(name, learner, Settings.of(card["settings"]), card, weights)
 
 
 def _from_run(path: Path) -> Trained:
@@ -107,7 +113,8 @@ def _from_run(path: Path) -> Trained:
     minutes = [line["minutes"] for line in metrics if _is_of(line, facts)]
     curve = [[line["iteration"], line["score"], line["interval"]] for line in metrics if "score" in line]
     training = {"hyperiterations": facts.get("iteration"), "minutes": minutes[0] if minutes else None}
-    return Trained(str(path), learner, settings, {**config, "weights": facts, "training": training, "curve": curve})
+    card = {**config, "weights": facts, "training": training, "curve": curve}
+    return Trained(str(path), learner, settings, card, weights)
 
 
 def _is_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:

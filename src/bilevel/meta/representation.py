@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,6 +18,10 @@ from bilevel.side_by_side import side_by_side
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+# Leaves of λ beside the module's, where features are normalised: what is subtracted, and the logarithm of their length.
+CENTRE, LENGTH = "normalised.centre", "normalised.length"
+# Below this length a feature vector has no direction worth the name, and dividing by it would blow it up.
+SHORTEST = 1e-6
 # Pictures that pass through the network together, whole episodes of them. More of them make larger matrix products;
 # too many leave the processor's cache.
 TOGETHER_BYTES = 1024**2
@@ -26,24 +30,53 @@ TOGETHER_BYTES = 1024**2
 class Representation:
     """Features of images for given weights, with the constant feature of the bias at the end.
 
+    With `normalise`, the module's features φ are centred and brought to one length, exp(ℓ)·(φ − c)/‖φ − c‖. The centre
+    c and ℓ are leaves of λ and differentiated like the module's weights.
+
     Args:
         module: from images N×C×H×W to features N×F; it is copied, and runs as in evaluation except for batch norm.
         batch_norm: see `bilevel.models.batch_norm.MEANING`.
+        normalise: whether features are centred and of one length.
     """
 
-    def __init__(self, module: nn.Module, batch_norm: Mode) -> None:
+    def __init__(self, module: nn.Module, batch_norm: Mode, normalise: bool = False) -> None:
         ours = converted(copy.deepcopy(module)).eval().requires_grad_(False)
         self.module: nn.Module = ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norms: dict[str, BatchNorm] = layers(self.module)
-        self.batch_norm = batch_norm
+        self.batch_norm, self.normalise = batch_norm, normalise
+        self.names = [name for name, _ in self.module.named_parameters()]
         self._lent = threading.local()
 
-    def features(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
-        """h_λ of images."""
-        weight = next(iter(lam.values()))
-        return heads.with_one(torch.func.functional_call(self.module, lam, (images.to(weight),)))
+    def raw(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The module's own features."""
+        weights = {name: lam[name] for name in self.names}
+        return torch.func.functional_call(self.module, weights, (images.to(next(iter(weights.values()))),))
 
-    def sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+    def features(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """h_λ of images."""
+        features = self.raw(lam, images)
+        if self.normalise:
+            centred = features - lam[CENTRE]
+            length = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).clamp(min=SHORTEST)
+            features = lam[LENGTH].exp() * centred / length
+        return heads.with_one(features)
+
+    def together(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """h_λ of images that batch norm takes for one set."""
+        with using(self.norms, "own", self._one_set(images)):
+            return self.features(lam, images)
+
+    def mean(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The mean of the module's own features over images that batch norm takes for one set."""
+        with using(self.norms, "own", self._one_set(images)):
+            return self.raw(lam, images).mean(0)
+
+    def _one_set(self, images: Tensor) -> list[int] | None:
+        return [len(images)] if per_image(self.module) else None
+
+    def sets(
+        self, lam: Mapping[str, Tensor], support: Tensor, query: Tensor, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
         """The features of a support and a query set; batch norm decides what one may know of the other."""
         if self.batch_norm == "support" and self.norms:
             with using(self.norms, "keep"):
@@ -53,17 +86,19 @@ class Representation:
         if self.batch_norm == "running" and not training:
             with using(self.norms, "running"):
                 return self.features(lam, support), self.features(lam, query)
+        if self.batch_norm == "running":
+            known, asked = torch.split(self.together(lam, torch.cat([support, query])), [len(support), len(query)])
+            return known, asked
         if per_image(self.module):
             known, asked = self.episodes(lam, support[None], query[None], training=training)
             return known[0], asked[0]
         return self.features(lam, support), self.features(lam, query)
 
     def episodes(
-        self, lam: dict[str, Tensor], images: Tensor, queries: Tensor, *, training: bool
+        self, lam: Mapping[str, Tensor], images: Tensor, queries: Tensor, *, training: bool
     ) -> tuple[Tensor, Tensor]:
         """`sets` of stacked episodes, stacked."""
-        alone = self.batch_norm == "support" or (self.batch_norm == "running" and not training)
-        if alone or not per_image(self.module):
+        if self.batch_norm == "support" or not per_image(self.module):
             pairs = (self.sets(lam, *pair, training=training) for pair in zip(images, queries, strict=True))
             support, query = (torch.stack(part) for part in zip(*pairs, strict=True))
             return support, query
@@ -72,9 +107,12 @@ class Representation:
         parts = [images] if queries is images else [images, queries]
         sizes = [part.shape[1] for part in parts]
         stacks = torch.cat(parts, 1)
+        by, sets = "own", sizes
+        if self.batch_norm == "running":  # in training an episode is one batch; afterwards every image stands alone
+            by, sets = ("own", [sum(sizes)]) if training else ("running", [])
         features = []
         for group in torch.split(stacks, max(1, TOGETHER_BYTES // max(1, stacks[0].nbytes))):
-            with using(self.norms, "own", sizes * len(group)):
+            with using(self.norms, by, sets * len(group) or None):
                 features.append(self.features(lam, group.flatten(0, 1)).view(*group.shape[:2], -1))
         found = torch.split(torch.cat(features), sizes, 1)
         return found[0], found[-1]
@@ -95,10 +133,10 @@ class Representation:
             yield from side_by_side(self.lending(work, threads) if threads > 1 else work, items)
 
     def alone(self) -> bool:
-        """Whether one thread at a time uses it: a graphics card needs no more, averages are noted in order, and modes
-        of torch hold for the thread that chose them."""
+        """Whether one thread at a time uses it: a graphics card needs no more, and modes of torch hold for the thread
+        that chose them."""
         modes = torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu")
-        return modes or self.batch_norm == "running" or next(self.module.parameters()).device.type != "cpu"
+        return modes or next(self.module.parameters()).device.type != "cpu"
 
     def lending(self, work: Callable[[Item], Result], copies: int) -> Callable[[Item], Result]:
         """The same work, for so many threads at a time: each finds a copy `here`."""

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 import bilevel
+from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.meta import library
-from bilevel.meta.settings import FREE_ON_RESUME, Settings
+from bilevel.meta.multiclass import MulticlassTraining
+from bilevel.meta.settings import Settings
 from bilevel.meta.training import FewShotTraining
 from bilevel.origin import commit
 from bilevel.training import distributed
+from bilevel.training.distributed import World
 from bilevel.training.files import write_json
 from bilevel.training.folder import RunFolder, differences
 from bilevel.training.loop import Ending, Run, Schedule
@@ -30,6 +33,12 @@ def schedule(settings: Settings) -> Schedule:
         checkpoint_every=settings.checkpoint_every,
         patience=settings.patience,
     )
+
+
+def new_job(settings: Settings, data: ImageDataset, world: World | None = None) -> FewShotTraining:
+    """The job of the learner that the settings name."""
+    kind = MulticlassTraining if settings.learner == "multiclass" else FewShotTraining
+    return kind(settings, data, world)
 
 
 def enter(
@@ -76,7 +85,7 @@ def enter(
         return
     before = folder.config()
     # Through Settings, because a run of an earlier version does not know the settings that came later.
-    wrong = differences(Settings.of(before["settings"]).plain(), settings.plain(), FREE_ON_RESUME)
+    wrong = differences(Settings.of(before["settings"]).plain(), settings.plain(), settings.free_on_resume)
     wrong += differences(before.get("data", data), data, set())
     wrong += differences({"kind": before.get("kind", kind)}, {"kind": kind}, set())
     if wrong:
@@ -89,8 +98,8 @@ def enter(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
             f"{advice or usual}"
         )
-    # Otherwise every group of episodes has a thread to itself.
-    shared = settings.batch_norm == "running" or kind != "FewShotTraining"
+    # Elsewhere every group of episodes or images has a thread to itself.
+    shared = kind == "ClassicTraining"
     if shared and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
     write_json(folder.config_file, {**before, "settings": settings.plain()})

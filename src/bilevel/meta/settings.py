@@ -17,9 +17,17 @@ def _setting(default: Any, text: str) -> Any:
 class Settings:
     """The configuration of `bilevel train`; the defaults are the paper's for Omniglot, without its rotations."""
 
+    learner: Literal["hyper-representation", "multiclass"] = _setting(
+        "hyper-representation", "What a hyperiteration does: the bilevel problem, or a step on all classes at once."
+    )
     dataset: str = _setting("omniglot", "A data set, or the path of a folder of class folders.")
     network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l, c4l-64 or rn.")
-    image_size: int = _setting(0, "Pixels per side that a folder's images are brought to; 0: as the data set has them.")
+    last_relu: bool = _setting(True, "Whether the network ends with a ReLU.")
+    normalise: bool = _setting(False, "Whether features are centred and of one length; centre and length are learned.")
+    image_size: int = _setting(
+        0, "Pixels per side that images of a folder or of MiniImagenet are brought to; 0: as the data set has them."
+    )
+    augment: str = _setting("", "Random changes of training images: some of flip, crop, zoom, colour, with commas.")
     rotations: bool = _setting(False, "Whether quarter turns of a class are classes of their own.")
     ways: int = _setting(5, "Classes in an episode.")
     shots: int = _setting(1, "Support images of each class.")
@@ -27,7 +35,15 @@ class Settings:
     outer: Literal["query", "support"] = _setting(
         "query", "The set that training's outer objective is on; support is the paper's Bilevel-train, without queries."
     )
+    train_ways: int = _setting(0, "Classes in an episode of training alone; 0: as many as ways.")
     train_shots: int = _setting(0, "Support images of each class in training alone; 0: as many as shots.")
+    most_shots: int = _setting(0, "Draw training's shots anew for every hyperiteration, up to this number; 0: do not.")
+    global_loss: float = _setting(
+        0.0, "Weight of the loss of one classifier over all training classes, beside that of the episodes."
+    )
+    classifier: Literal["linear", "cosine"] = _setting("linear", "The classifier over all training classes.")
+    label_smoothing: float = _setting(0.0, "Probability that this classifier's targets spread over all classes.")
+    images: int = _setting(0, "Images in a hyperiteration of multiclass; 0: as many as a meta-batch of episodes has.")
     meta_batch: int = _setting(32, "Episodes in a hyperiteration.")
     steps: int = _setting(5, "T, the inner steps.")
     inner_lr: float = _setting(0.1, "The step size of the inner gradient descent.")
@@ -39,8 +55,17 @@ class Settings:
     l2: float = _setting(0.0, "Weight of ‖w‖²/2 in the inner objective.")
     batch_norm: Literal["episode", "support", "running"] = _setting("episode", "Whose statistics batch norm uses.")
     method: Literal["reverse", "first-order"] = _setting("reverse", "How the hypergradient is computed.")
-    lr: float = _setting(1e-3, "Adam's step size on λ.")
-    decay: float = _setting(1e-5, "It is lr/(1 + decay·k) in hyperiteration k.")
+    optimizer: Literal["adam", "sgd"] = _setting("adam", "What moves λ; sgd is with Nesterov's momentum.")
+    momentum: float = _setting(0.9, "Of sgd.")
+    weight_decay: float = _setting(0.0, "Of λ's matrices and filters; adam decouples it from the gradient (AdamW).")
+    lr: float = _setting(1e-3, "The optimiser's step size on λ.")
+    schedule: Literal["inverse", "cosine", "steps"] = _setting(
+        "inverse",
+        "How lr falls: by lr/(1 + decay·k), by half a cosine to 0 at the last hyperiteration, or tenfold at 1/2, 3/4 "
+        "and 9/10 of them.",
+    )
+    warmup: int = _setting(0, "Hyperiterations in which lr rises from 0 first.")
+    decay: float = _setting(1e-5, "lr is lr/(1 + decay·k) in hyperiteration k of the schedule inverse.")
     clip: float = _setting(0.0, "Clip every element of the hypergradient to ± this; 0: do not.")
     average: float = _setting(0.0, "Keep λ's moving average with this factor and use it for every score; 0: do not.")
     iterations: int = _setting(100_000, "Hyperiterations at most.")
@@ -58,10 +83,12 @@ class Settings:
             _at_least(self, name, 1)
         for name in ("ways", "validation_episodes"):
             _at_least(self, name, 2)
-        for name in ("iterations", "patience", "image_size", "train_shots", "seed"):
+        whole = ("iterations", "patience", "image_size", "train_ways", "train_shots", "most_shots", "images", "warmup")
+        for name in (*whole, "seed", "l2", "decay", "clip", "step_bound", "global_loss", "weight_decay"):
             _at_least(self, name, 0)
-        for name in ("l2", "decay", "clip", "step_bound"):
-            _at_least(self, name, 0)
+        for name in ("momentum", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BilevelError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
         for name in ("inner_lr", "lr"):
             if not getattr(self, name) > 0:
                 raise BilevelError(f"{name}={getattr(self, name)} would not move anything; pass a number > 0.")
@@ -73,6 +100,36 @@ class Settings:
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def shots_in_training(self) -> int:
+        return self.train_shots or self.shots
+
+    @property
+    def ways_in_training(self) -> int:
+        return self.train_ways or self.ways
+
+    def rate(self, iteration: int) -> float:
+        """The optimiser's step size in hyperiteration 1, 2, …
+
+        >>> settings = Settings(lr=0.1, schedule="cosine", iterations=100, warmup=10)
+        >>> [round(settings.rate(k), 4) for k in (1, 10, 51, 100)]
+        [0.01, 0.098, 0.05, 0.0]
+        """
+        done = (iteration - 1) / max(1, self.iterations)
+        rate = self.lr * min(1.0, iteration / self.warmup) if self.warmup else self.lr
+        if self.schedule == "cosine":
+            return rate * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        if self.schedule == "steps":
+            return rate * 0.1 ** sum(done >= share for share in (0.5, 0.75, 0.9))
+        return rate / (1 + self.decay * (iteration - 1))
+
+    @property
+    def free_on_resume(self) -> set[str]:
+        """Settings that may differ when a run is continued: they say how long to run and how often to look."""
+        free = {"validate_every", "validation_episodes", "patience", "checkpoint_every"}
+        # Elsewhere the rate depends on how many hyperiterations there are.
+        return free | {"iterations"} if self.schedule == "inverse" else free
+
     @classmethod
     def of(cls, values: dict[str, Any]) -> Settings:
         """From a `config.json`; what it does not know is an error, because it would be ignored."""
@@ -81,10 +138,6 @@ class Settings:
         if unknown:
             raise BilevelError(f"The configuration has settings of another version: {', '.join(unknown)}.")
         return cls(**values)
-
-
-# Settings that may differ when a run is continued: they say how long to run and how often to look.
-FREE_ON_RESUME = {"iterations", "validate_every", "validation_episodes", "patience", "checkpoint_every"}
 
 
 def _at_least(settings: Settings, name: str, least: int) -> None:

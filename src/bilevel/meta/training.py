@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +18,17 @@ from bilevel.data import ImageDataset, load
 from bilevel.data.base import source
 from bilevel.errors import BilevelError
 from bilevel.meta import library
+from bilevel.meta.class_loss import ClassLoss
 from bilevel.meta.evaluation import GROUP, judge
 from bilevel.meta.hyper_representation import HyperRepresentation
+from bilevel.meta.representation import CENTRE
 from bilevel.meta.settings import Settings
+from bilevel.meta.stages import continued
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
 from bilevel.problem import Task
 from bilevel.side_by_side import one_thread
+from bilevel.tasks.augmentation import Augmentation
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
 from bilevel.training.stopping import StopRequest
@@ -46,8 +51,8 @@ def open_data(settings: Settings, data_root: Path | None = None) -> ImageDataset
     if settings.image_size:
         if "size" not in known:
             raise BilevelError(
-                f"image_size={settings.image_size} is for folders of images; {settings.dataset} comes in one size. "
-                "Leave it out."
+                f"image_size={settings.image_size} is for folders of images and MiniImagenet; {settings.dataset} comes "
+                "in one size. Leave it out."
             )
         extra["size"] = settings.image_size
     return load(settings.dataset, data_root, **extra)
@@ -67,16 +72,28 @@ def episodes(settings: Settings, data: ImageDataset, split: str, seed: int | Non
     )
 
 
-def training_episodes(settings: Settings, data: ImageDataset) -> Episodes:
-    """The stream that is learned from: more shots, or no queries, where the settings say so."""
-    shots = settings.train_shots or settings.shots
-    queries = 0 if settings.outer == "support" else settings.queries
-    return replace(episodes(settings, data, "train"), shots=shots, queries=queries)
+def training_episodes(settings: Settings, data: ImageDataset, shots: int = 0) -> Episodes:
+    """The stream that is learned from: other ways or shots, or no queries, where the settings say so."""
+    return replace(
+        episodes(settings, data, "train"),
+        ways=settings.ways_in_training,
+        shots=shots or settings.shots_in_training,
+        queries=0 if settings.outer == "support" else settings.queries,
+        augmentation=Augmentation.of(settings.augment),
+        with_classes=settings.global_loss > 0,
+    )
+
+
+def training_classes(settings: Settings, data: ImageDataset) -> int:
+    """How many classes meta-training has; quarter turns count where they are classes of their own."""
+    return len(data.splits["train"]) * (4 if settings.rotations else 1)
 
 
 def new_learner(settings: Settings, data: ImageDataset, module: nn.Module | None = None) -> HyperRepresentation:
     """A learner with fresh weights, or of a module of one's own."""
     height, width, channels = data.shape
+    over_all = settings.learner == "multiclass" or settings.global_loss > 0
+    classes = training_classes(settings, data)
     try:
         return HyperRepresentation(
             settings.network if module is None else module,
@@ -87,6 +104,10 @@ def new_learner(settings: Settings, data: ImageDataset, module: nn.Module | None
             step_bound=settings.step_bound,
             l2=settings.l2,
             batch_norm=settings.batch_norm,
+            normalise=settings.normalise,
+            last_relu=settings.last_relu,
+            class_loss=ClassLoss(classes, settings.classifier, settings.label_smoothing) if over_all else None,
+            class_weight=settings.global_loss,
             method=METHODS[settings.method],
         )
     except RuntimeError as error:  # what torch says of a picture that pooling has used up
@@ -97,7 +118,7 @@ def new_learner(settings: Settings, data: ImageDataset, module: nn.Module | None
 
 
 class FewShotTraining:
-    """The job of `bilevel train`: λ ← λ − Adam(mean over the meta-batch of ∇f_T), k = 1, 2, …
+    """The job of `bilevel train`: λ moves along the mean over the meta-batch of ∇f_T, by Adam or SGD, k = 1, 2, …
 
     Args:
         settings: what to do.
@@ -109,29 +130,65 @@ class FewShotTraining:
         self.settings, self.data, self.world = settings, data, world or World()
         self.learner = self._new_learner().to(self.world.device)
         if settings.initial:
-            self.learner.set_weights({**self.learner.with_running({}), **library.find(settings.initial).learner.lam})
-        self.train, self.val = training_episodes(settings, data), episodes(settings, data, "val")
-        self.optimizer = torch.optim.Adam(self.learner.lam.values(), lr=settings.lr)
+            continued(self.learner, settings, library.find(settings.initial))
+        if settings.normalise and not bool(self.learner.lam[CENTRE].any()):
+            self.learner.centre(self._sample())
+        self.streams = {shots: training_episodes(settings, data, shots) for shots in self._all_shots()}
+        self.train, self.val = self.streams[self._shots(1)], episodes(settings, data, "val")
+        self.optimizer = self._new_optimizer()
         self.mean = {name: value.clone() for name, value in self.learner.lam.items()} if settings.average else {}
 
     def _new_learner(self) -> HyperRepresentation:
         return new_learner(self.settings, self.data)
 
+    def _sample(self, count: int = 256) -> Tensor:
+        """Images of meta-training, the same at every start, to centre features on."""
+        rows = np.flatnonzero(np.isin(self.data.labels, self.data.splits["train"]))
+        chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+        return Augmentation()(torch.from_numpy(self.data.images[chosen]), 0, 0).to(self.world.device)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        settings, leaves = self.settings, self.learner.lam.values()
+        # Shifts, centres and temperatures are not pulled to zero.
+        groups = [
+            {"params": [leaf for leaf in leaves if leaf.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": [leaf for leaf in leaves if leaf.ndim <= 1], "weight_decay": 0.0},
+        ]
+        if settings.optimizer == "sgd":
+            nesterov = settings.momentum > 0
+            return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov)
+        kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
+        return kind(groups, lr=settings.lr)
+
+    def _all_shots(self) -> range:
+        least = self.settings.shots_in_training
+        return range(least, max(least, self.settings.most_shots) + 1)
+
+    def _shots(self, iteration: int) -> int:
+        """The support images of each class in a hyperiteration; a function of the seed and its number."""
+        some = self._all_shots()
+        if len(some) == 1:
+            return some[0]
+        bits = np.random.Philox(key=np.array([self.settings.seed, iteration], np.uint64)).random_raw()
+        return some[int(bits) % len(some)]
+
     # ------------------------------------------------------------------------------------------- the job
 
     def step(self, iteration: int, stop: StopRequest | bool = False) -> tuple[dict[str, float], bool]:
-        settings, began = self.settings, time.perf_counter()
+        began = time.perf_counter()
         groups = self._groups(iteration)
         mine = self.world.share(groups)
-        total = torch.zeros_like(self._flat(torch.zeros(()), self.learner.lam, self.learner.running()))
+        total, count = (
+            self._flat(torch.zeros(()), self.learner.lam, self.learner.running()).zero_(),
+            sum(map(len, groups)),
+        )
         # Group by group and in their order, so that the sum does not depend on who computed which.
         with closing(self._sums(mine)) as sums:
             for row in self.world.gather(sums, len(groups), like=total):
                 total += row
-        self._update(total / settings.meta_batch, iteration)
-        seconds = time.perf_counter() - began
-        rate = settings.meta_batch * self._images() / seconds
-        return {"loss": float(total[0]) / settings.meta_batch, "images_per_second": rate}, self.world.any(bool(stop))
+        self._update(total / count, iteration)
+        rate = self._images(iteration) / (time.perf_counter() - began)
+        return {"loss": float(total[0]) / count, "images_per_second": rate}, self.world.any(bool(stop))
 
     def _groups(self, iteration: int) -> list[range]:
         """The episodes of a hyperiteration, in groups whose classifiers take their steps together.
@@ -154,7 +211,7 @@ class FewShotTraining:
 
     def _episodes(self, group: range) -> Task:
         """The episodes of a group; where the outer objective is on the support set, that is both their sets."""
-        drawn = self.train.batch(group)
+        drawn = self.streams[self._shots(group.start // self.settings.meta_batch + 1)].batch(group)
         return Task(drawn.train, drawn.train) if self.settings.outer == "support" else drawn
 
     def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
@@ -170,7 +227,7 @@ class FewShotTraining:
             grad = grads.pop(0)
             leaf.grad = grad.clamp(-settings.clip, settings.clip) if settings.clip else grad
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr / (1 + settings.decay * (iteration - 1))
+            group["lr"] = settings.rate(iteration)
         self.optimizer.step()
         for average, now in zip(running, grads, strict=True):
             average.lerp_(now, RUNNING_MOMENTUM)
@@ -192,17 +249,19 @@ class FewShotTraining:
         tensors |= {f"mean/{name}": value for name, value in self.mean.items()}
         for name, leaf in self.learner.lam.items():
             for key, value in self.optimizer.state[leaf].items():
-                tensors[f"adam/{key}/{name}"] = value
+                if value is not None:
+                    tensors[f"{self.settings.optimizer}/{key}/{name}"] = value
         return tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         try:
             for name, leaf in self.learner.lam.items():
                 leaf.copy_(state[f"lam/{name}"])
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                found = {key: state.get(f"adam/{key}/{name}") for key in keys}
-                if found["step"] is not None:
-                    self.optimizer.state[leaf] = {key: _like(leaf, key, value) for key, value in found.items()}
+                keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+                found = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
+                kept = {key: _like(leaf, key, value) for key, value in found.items() if value is not None}
+                if kept:
+                    self.optimizer.state[leaf] = kept
             for i, running in enumerate(self.learner.running()):
                 running.copy_(state[f"running/{i}"])
             for name, mean in self.mean.items():
@@ -215,13 +274,14 @@ class FewShotTraining:
 
     # ------------------------------------------------------------------------------------------- how long
 
-    def _images(self) -> int:
-        return self.settings.ways * (self.train.shots + self.train.queries)
+    def _images(self, iteration: int) -> int:
+        stream = self.streams[self._shots(iteration)]
+        return self.settings.meta_batch * stream.ways * (stream.shots + stream.queries)
 
     def estimate(self) -> Estimate:
         """Time and memory, measured on one group of episodes; nothing is learned from it."""
         settings, groups = self.settings, self._groups(1)
-        batch, looked = self._episodes(groups[0]), self.val.batch(range(self.learner.chunk))
+        looked = self.val.batch(range(self.learner.chunk))
         kept: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
@@ -231,8 +291,8 @@ class FewShotTraining:
         side_by_side = self.world.size * (1 if self.learner.representation.alone() else torch.get_num_threads())
         with one_thread() if side_by_side > self.world.size else nullcontext():
             with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                self.learner.hypergradient(batch)
-            step = _seconds(lambda: self.learner.hypergradient(batch)) * ceil(len(groups) / side_by_side)
+                self._sum(groups[0])
+            step = _seconds(lambda: self._sum(groups[0])) * ceil(len(groups) / side_by_side)
             look = _seconds(lambda: self.learner.accuracies(looked, settings.steps)) / self.learner.chunk
         weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
         copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, its gradient, Adam's; what is gathered
@@ -283,6 +343,5 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _like(leaf: Tensor, key: str, value: Tensor | None) -> Tensor:
-    assert value is not None
+def _like(leaf: Tensor, key: str, value: Tensor) -> Tensor:
     return value.clone() if key == "step" else torch.empty_like(leaf).copy_(value)

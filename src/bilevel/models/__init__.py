@@ -26,8 +26,10 @@ def find() -> list[str]:
     return [_public(module.__name__) for module in found if hasattr(module, "build")]
 
 
-def build(name: str, channels: int, seed: int = 0) -> nn.Module:
+def build(name: str, channels: int, seed: int = 0, last_relu: bool = True) -> nn.Module:
     """The network of that name for images with so many channels, its weights drawn with the seed.
+
+    Without `last_relu`, features can be negative, which suits classifiers by angle.
 
     >>> sum(p.numel() for p in build("omniglot-net", channels=1).parameters())
     111424
@@ -39,7 +41,17 @@ def build(name: str, channels: int, seed: int = 0) -> nn.Module:
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return module.build(channels)
+        network = module.build(channels)
+    return network if last_relu else _without_last_relu(network)
+
+
+def _without_last_relu(network: nn.Module) -> nn.Module:
+    """The network with nn.Identity in the place of its last ReLU, so that the other layers keep their names."""
+    names = [name for name, layer in network.named_modules() if isinstance(layer, (nn.ReLU, nn.LeakyReLU))]
+    if names:
+        parent, _, layer = names[-1].rpartition(".")
+        setattr(network.get_submodule(parent), layer, nn.Identity())
+    return network
 
 
 def _public(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Layers convolution, batch norm, ReLU, max-pooling that pool before they normalise.
+"""Layers convolution, batch norm, ReLU, max-pooling that pool before they normalise; the ReLU may be left out.
 
 Batch norm with a positive scale and ReLU are increasing, so the largest of a window is the same before and after them:
 only what is left of the pooling is normalised. The statistics are those of the whole result of the convolution.
@@ -37,7 +37,7 @@ def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
         and isinstance(norm, BatchNorm)
         and norm.sizes is not None
         and (norm.weight is None or bool((norm.weight > 0).all()))
-        and type(relu) is nn.ReLU
+        and type(relu) in (nn.ReLU, nn.Identity)
         and type(pool) is nn.MaxPool2d
         and pool.dilation == 1
         and not pool.return_indices
@@ -45,14 +45,14 @@ def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
 
 
 def pooled(x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-    """max-pool(ReLU(batch norm(convolution(x))))."""
-    conv, norm, _, pool = layers[:4]
+    """max-pool(ReLU(batch norm(convolution(x)))), without the ReLU where `nn.Identity` stands in its place."""
+    conv, norm, relu, pool = layers[:4]
     assert isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm) and isinstance(pool, nn.MaxPool2d)
     sets = Sets(tuple(norm.sizes or ()))
     scale = conv.weight.new_ones(conv.out_channels) if norm.weight is None else norm.weight
     shift = conv.weight.new_zeros(conv.out_channels) if norm.bias is None else norm.bias
     window = (_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding), [1, 1], pool.ceil_mode)
-    settings = list(conv.stride), list(conv.padding), norm.eps, window
+    settings = list(conv.stride), list(conv.padding), norm.eps, window, type(relu) is nn.ReLU
     y, means, variances = _Pooled.apply(
         x.contiguous(memory_format=torch.channels_last), conv.weight, scale, shift, sets, settings
     )  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class _Pooled(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, sets: Sets, settings: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stride, padding, eps, window = settings
+        stride, padding, eps, window, rectify = settings
         pixels = prod(map(outputs_of, x.shape[2:], weight.shape[2:], stride, padding))
         refuse_single_values(min(sets.sizes) * pixels)
         tiles = list(_tiles(sets, max(1, TILE_BYTES // (pixels * weight[:, 0, 0, 0].nbytes))))
@@ -80,7 +80,9 @@ class _Pooled(torch.autograd.Function):
                 places.append(indices)
         means, variances = _combined(moments, [k for k, _ in tiles], len(sets.sizes))
         centred = torch.cat([x.sub_(means[k][:, None, None]) for (k, _), x in zip(tiles, largest, strict=True)])
-        y = _affine(centred, scale * torch.rsqrt(variances + eps), shift, sets).relu_()
+        y = _affine(centred, scale * torch.rsqrt(variances + eps), shift, sets)
+        if rectify:
+            y.relu_()
         ctx.save_for_backward(x, weight, scale, shift, means, variances, centred, *raw, *places)
         ctx.sets, ctx.settings, ctx.tiles = sets, settings, tiles
         ctx.mark_non_differentiable(means, variances)
@@ -89,14 +91,15 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *of_statistics: Tensor) -> Gradients:
         x, weight, scale, shift, means, variances, centred, *rest = ctx.saved_tensors
-        stride, padding, eps, window = ctx.settings
+        stride, padding, eps, window, rectify = ctx.settings
         sets: Sets = ctx.sets
         if torch.is_grad_enabled():
 
             def plain(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
                 parts = torch.split(F.conv2d(x, weight, None, stride, padding), list(sets.sizes))
                 normal = [F.batch_norm(part, None, None, scale, shift, True, 0.0, eps) for part in parts]
-                values: Tensor = aten.max_pool2d_with_indices(torch.cat(normal).relu(), *window)[0]
+                together = torch.cat(normal).relu() if rectify else torch.cat(normal)
+                values: Tensor = aten.max_pool2d_with_indices(together, *window)[0]
                 return values
 
             return *with_graph(plain, (x, weight, scale, shift), g), None, None
@@ -104,7 +107,7 @@ class _Pooled(torch.autograd.Function):
         raw, places = rest[: len(ctx.tiles)], rest[len(ctx.tiles) :]
         inverse = torch.rsqrt(variances + eps)
         factors = scale * inverse
-        delta = aten.threshold_backward(g, _affine(centred, factors, shift, sets), 0)
+        delta = aten.threshold_backward(g, _affine(centred, factors, shift, sets), 0) if rectify else g
         # Sums over all values are sums over the largest: the others have no part in the loss but through statistics.
         sums, along = (sets.sums(x.permute(0, 2, 3, 1).flatten(1, 2)[None]) for x in (delta, delta * centred))
         delta = delta.permute(0, 2, 3, 1)

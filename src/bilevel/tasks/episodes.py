@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
+from bilevel.tasks.augmentation import NONE, Augmentation
 
 
 class LabelledImages(Protocol):
@@ -88,6 +89,12 @@ class EpisodeSampler:
             rows[way] = members[_without_replacement(len(members), raw[start : start + each])]
         return rows, turns
 
+    def number(self, labels: NDArray[np.int64], turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of the classes to draw from, 0…count − 1, those of these labels and quarter turns are."""
+        wanted = np.unique(np.asarray(self.labels)) if self.classes is None else np.asarray(self.classes)
+        order = np.argsort(wanted)
+        return order[np.searchsorted(wanted[order], labels)] + turns * len(wanted)
+
     @cached_property
     def _members(self) -> list[NDArray[np.int64]]:
         """The examples of every class that can be drawn."""
@@ -141,6 +148,8 @@ class Episodes:
         queries: query images of each class.
         seed: of the episodes.
         rotations: quarter turns of a class are classes of their own.
+        augmentation: random changes of every image, a function of the seed and the episode.
+        with_classes: whether the query set has a third part, the class of every image among all of the split.
     """
 
     dataset: LabelledImages
@@ -150,6 +159,8 @@ class Episodes:
     queries: int = 15
     seed: int = 0
     rotations: bool = False
+    augmentation: Augmentation = NONE
+    with_classes: bool = False
 
     def __post_init__(self) -> None:
         if self.rotations and self.dataset.images.shape[1] != self.dataset.images.shape[2]:
@@ -182,8 +193,8 @@ class Episodes:
 
     def episode(self, i: int) -> Task:
         """Episode i = 0, 1, 2, …"""
-        (images, labels), (queries, answers) = self._stacked([i])
-        return Task(train=(images[0], labels[0]), val=(queries[0], answers[0]))
+        train, val = self._stacked([i])
+        return Task(tuple(x[0] for x in train), tuple(x[0] for x in val))
 
     __call__ = episode
 
@@ -200,12 +211,12 @@ class Episodes:
             raise BilevelError(f"sample(count={count}) draws nothing; pass a whole number ≥ 1.")
 
         def draw(k: int) -> list[Task]:
-            (images, labels), (queries, answers) = self._stacked(range(k * count, (k + 1) * count))
-            return [Task((images[j], labels[j]), (queries[j], answers[j])) for j in range(count)]
+            train, val = self._stacked(range(k * count, (k + 1) * count))
+            return [Task(tuple(x[j] for x in train), tuple(x[j] for x in val)) for j in range(count)]
 
         return draw
 
-    def _stacked(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _stacked(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         drawn = [self.sampler.draw(int(i)) for i in numbers]
         rows, turns = np.stack([rows for rows, _ in drawn]), np.stack([turns for _, turns in drawn])
         pixels = self.dataset.images[rows]  # episodes × ways × examples × H × W × C, bytes
@@ -213,15 +224,19 @@ class Episodes:
             for quarter in (1, 2, 3):
                 where = turns == quarter
                 pixels[where] = np.rot90(pixels[where], quarter, axes=(2, 3))
-        support, query = self._tensors(pixels[:, :, : self.shots]), self._tensors(pixels[:, :, self.shots :])
+        ways, each = rows.shape[1:]
+        changed = [
+            self.augmentation(torch.from_numpy(one).flatten(0, 1), self.seed, int(number))
+            for one, number in zip(pixels, numbers, strict=True)
+        ]
+        images = torch.stack(changed).reshape(len(rows), ways, each, *changed[0].shape[1:])
+        parts = [images, torch.arange(ways)[:, None].expand(len(rows), ways, each)]
+        if self.with_classes:
+            known = self.sampler.number(self.dataset.labels[rows[:, :, 0]], turns)
+            parts.append(torch.from_numpy(known)[:, :, None].expand(len(rows), ways, each))
+        support = tuple(x[:, :, : self.shots].flatten(1, 2).contiguous() for x in parts[:2])  # without its classes
+        query = tuple(x[:, :, self.shots :].flatten(1, 2).contiguous() for x in parts)
         return support, query
-
-    def _tensors(self, pixels: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
-        episodes, ways, each, height, width, channels = pixels.shape
-        bytes_ = torch.from_numpy(np.ascontiguousarray(pixels)).reshape(episodes, ways * each, height, width, channels)
-        images = bytes_.permute(0, 1, 4, 2, 3).contiguous().to(torch.float32).div_(255)
-        labels = torch.arange(ways).repeat_interleave(each).expand(episodes, -1).clone()
-        return images, labels
 
 
 def _without_replacement(count: int, raw: list[int]) -> list[int]:

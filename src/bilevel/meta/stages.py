@@ -1,0 +1,61 @@
+"""A training that begins with the weights of another: what carries over, and what must fit."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from bilevel.errors import BilevelError
+from bilevel.meta.class_loss import PREFIX
+from bilevel.meta.hyper_representation import HyperRepresentation
+from bilevel.meta.library import Trained
+from bilevel.meta.representation import CENTRE, LENGTH
+from bilevel.meta.settings import Settings
+
+
+def continued(learner: HyperRepresentation, settings: Settings, before: Trained) -> None:
+    """Copy the weights of an earlier training into a new learner.
+
+    The network's weights must all be there and fit. Batch norm's averages, the centre and length of features and the
+    classifier over all classes are taken over where both trainings have them; with images of another size the last
+    three have another number of features and begin anew.
+    """
+    wanted, given = learner.with_running(learner.lam), before.weights
+    network = set(learner.representation.names)
+    known = {name for name in given if not name.startswith(PREFIX) and name not in (CENTRE, LENGTH)}
+    known -= {name for name in known if "running_" in name}
+    wrong = [name for name in network | known if not _fits(name, wanted, given)]
+    if wrong:
+        raise BilevelError(
+            f"{before.name} cannot be where this training begins, because its network is another one:\n"
+            + "\n".join(f"  {line}" for line in _differences(settings, before.settings, sorted(wrong), wanted, given))
+        )
+    weight = f"{PREFIX}weight"
+    if weight in wanted and weight in given and len(wanted[weight]) != len(given[weight]):
+        raise BilevelError(
+            f"{before.name} was trained to tell {len(given[weight])} classes apart, and this training has "
+            f"{len(wanted[weight])}. Use the same data and rotations, or leave --initial out."
+        )
+    classifier = [name for name in wanted if name.startswith(PREFIX)]
+    anew = set() if all(_fits(name, wanted, given) for name in classifier) else set(classifier)
+    for name, tensor in wanted.items():
+        if name not in anew and _fits(name, wanted, given):
+            tensor.copy_(given[name])
+
+
+def _fits(name: str, wanted: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
+    return name in wanted and name in given and wanted[name].shape == given[name].shape
+
+
+def _differences(
+    settings: Settings, before: Settings, wrong: list[str], wanted: dict[str, Tensor], given: dict[str, Tensor]
+) -> list[str]:
+    """What differs, in words: the settings that decide about a network, and its first few tensors."""
+    lines = []
+    for name in ("network", "dataset", "image_size"):
+        one, two = getattr(before, name), getattr(settings, name)
+        if one != two:
+            lines.append(f"{name.replace('_', ' ')}: {one} there, {two} here")
+    for name in wrong[:3]:
+        one, two = (list(of[name].shape) if name in of else "none" for of in (given, wanted))
+        lines.append(f"{name}: {one} there, {two} here")
+    return lines + ([f"and {len(wrong) - 3} more tensors"] if len(wrong) > 3 else [])

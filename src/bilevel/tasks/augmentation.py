@@ -1,0 +1,96 @@
+"""Random changes of training images that keep their class: mirrored, shifted, enlarged, in other colours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bilevel.errors import BilevelError
+
+# Every kind of change and what it does.
+KINDS = {
+    "flip": "half of the images are mirrored",
+    "crop": "images are shifted by up to a tenth of their side; their edges are repeated",
+    "zoom": "a part of the image, from 60 to 100 per cent of its side, is enlarged to the whole",
+    "colour": "brightness, contrast and saturation vary by up to 40 per cent",
+}
+SHIFT, SMALLEST, COLOUR = 0.1, 0.6, 0.4
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Changes to make, each drawn anew for every image; `Augmentation.of("flip,crop")` reads them from text.
+
+    >>> images = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 4, 4, 1)
+    >>> one, same = (Augmentation.of("flip,crop")(images, seed=0, number=7) for _ in range(2))
+    >>> bool((one == same).all()), list(one.shape)
+    (True, [2, 1, 4, 4])
+    """
+
+    kinds: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str) -> Augmentation:
+        kinds = tuple(part.strip() for part in text.split(",") if part.strip())
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        if unknown:
+            raise BilevelError(
+                f"augment={text!r}: {', '.join(unknown)} is unknown; pass some of {', '.join(KINDS)}, separated by "
+                "commas."
+            )
+        return cls(kinds)
+
+    def __call__(self, images: Tensor, seed: int, number: int) -> Tensor:
+        """The images, uint8 N×H×W×C, as floats N×C×H×W in [0, 1], changed by what (seed, number) draws."""
+        if self.kinds:
+            # A generator of its own: the draw depends on the two numbers and on nothing that happened before.
+            draws = torch.rand(len(images), 7, generator=torch.Generator().manual_seed(_mixed(seed, number)))
+            images = self._moved(images, draws[:, :4])
+        else:
+            draws = torch.empty(len(images), 7)
+        floats = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)
+        return self._coloured(floats, draws[:, 4:]) if "colour" in self.kinds else floats
+
+    def _moved(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Every pixel is taken from another place of its image; all changes of place are one look-up."""
+        height, width = images.shape[1:3]
+        size = 1 - (1 - SMALLEST) * draws[:, 0] if "zoom" in self.kinds else torch.ones(len(images))
+        rows, columns = (
+            _places(side, size, draws[:, k], "crop" in self.kinds) for side, k in ((height, 1), (width, 2))
+        )
+        if "flip" in self.kinds:
+            columns = torch.where(draws[:, 3:] < 0.5, columns, columns.flip(1))
+        which = torch.arange(len(images))[:, None, None]
+        return images[which, rows[:, :, None], columns[:, None, :]]
+
+    @staticmethod
+    def _coloured(images: Tensor, draws: Tensor) -> Tensor:
+        brightness, contrast, saturation = (1 + COLOUR * (2 * draws - 1)).T[:, :, None, None, None]
+        if images.shape[1] > 1:
+            grey = images.mean(1, keepdim=True)
+            images = images.sub_(grey).mul_(saturation).add_(grey)
+        mean = images.mean((1, 2, 3), keepdim=True)
+        return images.sub_(mean).mul_(contrast).add_(mean).mul_(brightness).clamp_(0, 1)
+
+
+NONE = Augmentation()
+
+
+def _places(side: int, size: Tensor, draw: Tensor, shift: bool) -> Tensor:
+    """Which rows (or columns) of every image are taken: a stretch of `size` that lies inside, or is shifted."""
+    inside = (torch.arange(side) + 0.5) * size[:, None]
+    begin = draw * (1 - size) * side
+    if shift:
+        begin = begin + (2 * draw - 1) * SHIFT * side * size
+    return (inside + begin[:, None]).floor().long().clamp_(0, side - 1)
+
+
+def _mixed(seed: int, number: int) -> int:
+    """One 63-bit number from two, such that neighbours have nothing in common (the finaliser of MurmurHash3)."""
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + number) & mask
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = ((x ^ (x >> 33)) * factor) & mask
+    return (x ^ (x >> 33)) >> 1
