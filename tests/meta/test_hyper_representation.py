@@ -24,18 +24,21 @@ def written_out(hyper, mode, l2=0.0):
     def support_features(lam, images):
         return normalised(lam, images, "keep" if mode == "support" else "own")
 
+    def both(lam, known, asked):
+        """The features of a support and a query set."""
+        if mode == "running":  # in training an episode is one batch
+            return normalised(lam, torch.cat([known, asked]), "own").split([len(known), len(asked)])
+        return support_features(lam, known), normalised(lam, asked, "kept" if mode == "support" else "own")
+
     def inner(w, lam, batch):
-        images, labels = batch
-        logits = support_features(lam, images) @ w["weight"] + w["bias"]
+        (images, labels), asked = batch
+        logits = both(lam, images, asked)[0] @ w["weight"] + w["bias"]
         penalty = sum(leaf.square().sum() for leaf in w.values())
         return F.cross_entropy(logits, labels) + l2 / 2 * penalty
 
     def outer(w, lam, batch):
         (images, labels), known = batch
-        if mode == "support":
-            support_features(lam, known)
-        features = normalised(lam, images, "kept" if mode == "support" else "own")
-        return F.cross_entropy(features @ w["weight"] + w["bias"], labels)
+        return F.cross_entropy(both(lam, known, images)[1] @ w["weight"] + w["bias"], labels)
 
     def init(lam):
         return {"weight": torch.zeros(hyper.features - 1, WAYS), "bias": torch.zeros(WAYS)}
@@ -51,7 +54,7 @@ def test_the_meta_batch_equals_the_generic_engine_without_encode(mode, l2, make)
     value, grads = hyper.hypergradient(batch)
     problem = written_out(hyper, mode, l2)
     tasks = [one(batch, i) for i in range(3)]
-    tasks = [bl.Task(task.train, (task.val, task.train[0])) for task in tasks]
+    tasks = [bl.Task((task.train, task.val[0]), (task.val, task.train[0])) for task in tasks]
     # A shift that the next batch norm or no loss can see has the gradient zero, in both.
     plain = bl.hypergradient(problem, hyper.lam, tasks, dynamics=bl.GradientDescent(0.3), steps=4, method=bl.Reverse())
     assert torch.allclose(value, plain.value, rtol=1e-12)
@@ -171,7 +174,7 @@ def test_running_averages_follow_what_was_seen():
     hyper, batch = learner(torch_network(), batch_norm="running"), episodes()
     with hyper.watching() as seen:
         hyper.hypergradient(batch)
-    images = [x for i in range(3) for x in (batch.train[0][i], batch.val[0][i])]
+    images = [torch.cat([batch.train[0][i], batch.val[0][i]]) for i in range(3)]  # an episode is one batch
     first = [torch.func.functional_call(hyper.module[0], hyper_part(hyper, "0"), (x,)) for x in images]
     mean = torch.stack([x.mean((0, 2, 3)) for x in first]).mean(0)
     var = torch.stack([x.var((0, 2, 3), unbiased=False) for x in first]).mean(0)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from bilevel import BilevelError
 from bilevel.meta.classic import ClassicTraining
-from bilevel.meta.multiclass import MulticlassTraining
+from bilevel.meta.multiclass import PART, MulticlassTraining, PaperMulticlass
 from bilevel.meta.runs import enter, train_in
 from bilevel.meta.settings import Settings
 from bilevel.meta.training import FewShotTraining
@@ -21,6 +21,19 @@ from bilevel.training.folder import RunFolder
 
 SMALL = Settings(ways=3, shots=1, queries=2, meta_batch=2, validation_episodes=4, steps=3, step_bound=0, decay=0)
 TRAIN = replace(SMALL, outer="support", train_shots=4)
+PRETRAINING = replace(
+    SMALL,
+    learner="multiclass",
+    images=PART + 8,
+    augment="flip,crop,zoom,colour",
+    optimizer="sgd",
+    weight_decay=5e-4,
+    classifier="cosine",
+    label_smoothing=0.1,
+    normalise=True,
+    last_relu=False,
+    batch_norm="running",
+)
 
 
 def features(job, lam, images):
@@ -90,8 +103,8 @@ def test_classic_descends_in_both_at_once_and_draws_anew(data):
 
 def test_multiclass_is_a_softmax_over_all_classes_of_meta_training(data):
     settings = replace(SMALL, rotations=True)
-    job = MulticlassTraining(settings, data)
-    images, labels = job._draw(1)
+    job = PaperMulticlass(settings, data)
+    images, labels = job._draw(range(18))
     assert len(images) == 2 * 3 * 3 and labels.max() < 4 * 8 and job.learner.features - 1 == 4 * 8
     # A label is a class and a turn: turned back, the picture is one of that class.
     for image, label in zip(images[:6], labels[:6], strict=True):
@@ -105,14 +118,14 @@ def test_multiclass_is_a_softmax_over_all_classes_of_meta_training(data):
     assert found["loss"] == pytest.approx(float(value.detach()), rel=1e-6)
     for leaf, grad in zip(job.learner.lam.values(), grads, strict=True):
         assert torch.allclose(leaf.grad, grad, rtol=1e-4, atol=1e-7)
-    assert torch.equal(job._draw(5)[0], MulticlassTraining(settings, data)._draw(5)[0])
-    assert not torch.equal(job._draw(5)[0], job._draw(6)[0])
+    assert torch.equal(job._draw(range(90, 108))[0], PaperMulticlass(settings, data)._draw(range(90, 108))[0])
+    assert not torch.equal(job._draw(range(90, 108))[0], job._draw(range(108, 126))[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [(FewShotTraining, TRAIN), (ClassicTraining, TRAIN), (MulticlassTraining, SMALL)],
-    ids=["bilevel-train", "classic", "multiclass"],
+    [(FewShotTraining, TRAIN), (ClassicTraining, TRAIN), (PaperMulticlass, SMALL), (MulticlassTraining, PRETRAINING)],
+    ids=["bilevel-train", "classic", "paper's multiclass", "multiclass"],
 )
 def test_they_learn_and_go_on_bit_for_bit(tmp_path, data, kind, settings):
     settings = replace(settings, validate_every=4, checkpoint_every=4, average=0.5, lr=3e-3)

@@ -231,18 +231,26 @@ def test_pooling_first_is_convolution_batch_norm_relu_pooling(pool, scale, layou
         assert torch.allclose(variance, var)
 
 
-def test_pooling_first_is_differentiable_twice():
-    layers = conv, norm, _, _ = nn.Conv2d(1, 2, 3, padding=1, bias=False), BatchNorm(2), nn.ReLU(), nn.MaxPool2d(2)
+@pytest.mark.parametrize("relu", [nn.ReLU(), nn.Identity()])
+def test_pooling_first_is_differentiable_twice(relu):
+    layers = conv, norm, _, _ = nn.Conv2d(1, 2, 3, padding=1, bias=False), BatchNorm(2), relu, nn.MaxPool2d(2)
     norm.sizes = SIZES
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
-        settings = [1, 1], [1, 1], 1e-3, ([2, 2], [2, 2], [0, 0], [1, 1], False)
+        settings = [1, 1], [1, 1], 1e-3, ([2, 2], [2, 2], [0, 0], [1, 1], False), type(relu) is nn.ReLU
         return _pooled._Pooled.apply(x, weight, torch.ones(2), norm.bias, Sets(SIZES), settings)[0].sin()
 
     x = draw(5, 1, 4, 4)
     assert torch.equal(function(x, conv.weight), _pooled.pooled(x, layers).sin())
+    plain = [pool_last(part, layers) for part in x.split(list(SIZES))]
+    assert torch.allclose(function(x, conv.weight), torch.cat(plain).sin(), rtol=1e-12)
     assert gradcheck(function, (draw(5, 1, 4, 4), draw(2, 1, 3, 3)))
     assert gradgradcheck(function, (draw(5, 1, 4, 4), draw(2, 1, 3, 3)))
+
+
+def pool_last(x, layers):
+    conv, norm, relu, pool = layers
+    return pool(relu(nn.functional.batch_norm(conv(x), None, None, None, norm.bias, True, 0.0, norm.eps)))
 
 
 def test_what_does_not_grow_is_pooled_last():
