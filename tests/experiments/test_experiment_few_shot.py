@@ -48,7 +48,9 @@ def test_a_training_of_ones_own_comes_before_the_zoo(tmp_path):
     a_run(tmp_path / "omniglot-5way-1shot")
     found = few_shot.find_model("omniglot-5way-1shot", tmp_path)
     assert found.name == str(tmp_path / "omniglot-5way-1shot")
-    assert found.stages == [{"hyperiterations": 30, "minutes": 3}] and len(found.card["curve"]) == 4
+    (stage,) = found.stages
+    assert (stage["hyperiterations"], stage["minutes"], stage["images"]) == (30, 3, 30 * 32 * 5 * 20)
+    assert len(found.card["curve"]) == 4
     (tmp_path / "omniglot-5way-1shot" / "best.safetensors").unlink()  # it has just begun
     assert few_shot.find_model("omniglot-5way-1shot", tmp_path).name == "zoo:omniglot-5way-1shot"
 
@@ -64,8 +66,8 @@ def test_the_table(omniglot, tmp_path, monkeypatch):
     options = {"rows": ROWS, "runs": str(tmp_path / "runs"), "episodes": "6", "most_steps": "3"}
     result, record = reproduce("few-shot", options, out=tmp_path / "results", progress=False)
     first, second, third = result.tables[0].rows
-    assert first[1] == "98.60" and first[5] == "8,000 + 2,000 + 7,000" and first[7] == "episode"
-    assert second[5] == "30" and second[6] == "3" and second[1] == "98.40"
+    assert first[1] == "98.60" and first[6] == "8,000 + 2,000 + 7,000" and first[9] == "episode"
+    assert second[6] == "30" and second[8] == "3" and second[1] == "98.40"
     assert third[1] == "50.54 ± 0.85" and third[2] == "not trained yet" and third[-1].startswith("bilevel train mini")
     assert "disjoint" in result.tables[0].title and any("Not trained yet" in note for note in result.notes)
     numbers = result.numbers["omniglot-20way-5shot"]

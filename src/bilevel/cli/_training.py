@@ -38,7 +38,7 @@ def run(
         torch.set_num_threads(threads)
     with distributed.world() as world, ExitStack() as stack:
         with world.agreed():
-            job = new_job(settings, open_data(settings, data_root), world)
+            job = new_job(settings, open_data(settings, data_root), world, path)
             if world.writes:
                 stack.enter_context(folder.locked())
                 enter(folder, job, command, preset=preset, resume=resume, warn=_warn)

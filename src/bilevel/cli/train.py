@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from bilevel.errors import BilevelError
-from bilevel.meta.presets import PRESETS, preset
+from bilevel.meta.presets import PRESETS, RECIPES, preset
+from bilevel.meta.recipes import Recipe, is_recipe
 from bilevel.meta.settings import Settings
 
 DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the data are. BILEVEL_DATA does the same.")]
@@ -22,32 +23,59 @@ THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each proces
 def command(**options: Any) -> None:
     """Learn a representation for few-shot classification by Algorithm 1 of the paper.
 
-    PRESET names one of the paper's experiments; options change it, or describe a training of your own. The run goes to
-    a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, and --resume goes on bit
-    for bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
+    PRESET names one of the paper's experiments, or one in stages; options change it, or describe a training of your
+    own. The run goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, and
+    --resume goes on bit for bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
     """
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
-    data_root, threads = options.pop("data_root"), options.pop("threads")
+    data_root, threads, file = options.pop("data_root"), options.pop("threads"), options.pop("recipe")
     given = {key: value for key, value in options.items() if value is not None}
     if "dataset" in given and Path(given["dataset"]).is_dir():
         given["dataset"] = str(Path(given["dataset"]).resolve())  # so that the run can be used from anywhere
     if "initial" in given and Path(given["initial"]).is_dir():
         given["initial"] = str(Path(given["initial"]).resolve())
-    folder = out or Path("runs") / (name or Path(given.get("dataset", "custom")).resolve().name)
-    if resume and not (folder / "config.json").exists():
+    default = name or (file.stem if file else Path(given.get("dataset", "custom")).resolve().name)
+    folder = out or Path("runs") / default
+    if resume and not ((folder / "config.json").exists() or is_recipe(folder)):
         raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")
+    recipe = _recipe(name, file, given, folder if resume else None)
+    common: dict[str, Any] = {
+        "resume": resume,
+        "data_root": data_root,
+        "threads": threads,
+        "command": shlex.join(["bilevel", *sys.argv[1:]]),
+    }
+    if recipe is not None:
+        from bilevel.cli._staged_training import run_recipe
+
+        raise typer.Exit(run_recipe(recipe, folder, **common))
     settings = _settings(name, given, folder if resume else None)
 
     from bilevel.cli._training import run
 
-    code = run(settings, name, folder, resume=resume, data_root=data_root, threads=threads, command=_said(sys.argv))
-    raise typer.Exit(code)
+    raise typer.Exit(run(settings, name, folder, **common))
+
+
+def _recipe(name: str | None, file: Path | None, given: dict[str, Any], resumed: Path | None) -> Recipe | None:
+    """The stages that are asked for, if it is stages, with changes to all of them."""
+    if file is not None and name is not None:
+        raise BilevelError(f"Both the preset {name} and the recipe {file} say what to do; pass one of them.")
+    if file is None and name not in RECIPES and not (resumed is not None and is_recipe(resumed)):
+        return None
+    if file is not None:
+        base = Recipe.load(file)
+    elif name is not None:
+        base = RECIPES[name]
+    else:
+        assert resumed is not None
+        base = Recipe.read(resumed)
+    return base.changed(given)
 
 
 def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> Settings:
     """A preset with changes; or the defaults with changes; or, when a run is continued and nothing is said, its own."""
     if name is None and not given and resumed is None:
-        presets = "\n".join(f"  {known}" for known in PRESETS)
+        presets = "\n".join(f"  {known}" for known in [*PRESETS, *RECIPES])
         raise BilevelError(
             f"Name a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
         )
@@ -62,14 +90,16 @@ def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> 
     return replace(base, **given)
 
 
-def _said(words: list[str]) -> str:
-    return shlex.join(["bilevel", *words[1:]])
-
-
 def _parameters() -> list[inspect.Parameter]:
     """The options: those of running anything, and one for every setting, with its help."""
     own: dict[str, tuple[Any, Any]] = {
-        "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join(PRESETS)}.")], None),
+        "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join([*PRESETS, *RECIPES])}.")], None),
+        "recipe": (
+            Annotated[
+                Path | None, typer.Option(metavar="FILE", help="A TOML file with a table [[stage]] for each stage.")
+            ],
+            None,
+        ),
         "out": (
             Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/PRESET if not given.")],
             None,

@@ -33,8 +33,8 @@ class Settings:
     seed: int = 0
     datasets: tuple[str, ...] = ("omniglot", "miniimagenet")
     steps: tuple[int, ...] = tuple(PRINTED)
-    iterations: tuple[int, ...] = (12_000, 100)
-    validate_every: tuple[int, ...] = (200, 25)
+    iterations: tuple[int, ...] = (12_000, 40_000)
+    validate_every: tuple[int, ...] = (200, 250)
     validation_episodes: int = 100
     patience: int = 4
 
@@ -127,8 +127,9 @@ def _table(s: Settings, index: int, rows: dict[int, Trained]) -> Table:
             )
         )
     base = training_of(s, index, s.steps[0])
+    pixels = f" on {base.image_size}×{base.image_size} pixels" if base.image_size else ""
     return Table(
-        f"{base.dataset} {base.ways}-way {base.shots}-shot, {base.network}: where early stopping ends a training",
+        f"{base.dataset} {base.ways}-way {base.shots}-shot, {base.network}{pixels}: where early stopping ends trainings",
         ("T", "paper stops after", "ours ends after", "best after", "best accuracy", "minutes", "why"),
         shown,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.meta.hyper_representation import HyperRepresentation
+from bilevel.meta.recipes import Recipe, is_recipe
 from bilevel.meta.settings import Settings
 from bilevel.training.files import read_json, read_tensors
 from bilevel.training.folder import RunFolder, read_metrics
@@ -40,10 +41,11 @@ class Trained:
 
     @property
     def stages(self) -> list[dict[str, Any]]:
-        """Hyperiterations and minutes of every training that led to it, the first one first."""
+        """Command, hyperiterations, images and minutes of every training that led to it, the first one first."""
         stages, card = [], self.card
         while card:
-            stages.append({"hyperiterations": None, "minutes": None, **(card.get("training") or {})})
+            facts = {"hyperiterations": None, "images": None, "minutes": None, **(card.get("training") or {})}
+            stages.append({"command": card.get("command"), "settings": card.get("settings"), **facts})
             card = card.get("initial") or {}
         return stages[::-1]
 
@@ -53,13 +55,19 @@ def zoo() -> dict[str, dict[str, Any]]:
     return {file.stem: read_json(file) for file in sorted(ZOO.glob("*.json"))}
 
 
-def find(spec: str, batch_norm: str | None = None) -> Trained:
+def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> Trained:
     """The learner that `spec` names, possibly with another batch norm mode.
 
     Args:
-        spec: `zoo:NAME`, the folder of a run, or the path of a saved learner without its ending.
+        spec: `zoo:NAME`, the folder of a run or of a training in stages, or the path of a saved learner without its
+            ending.
         batch_norm: a mode other than the one it was trained with.
+        near: a folder that a path which begins with ../ is relative to.
     """
+    if near is not None and spec.startswith("../"):
+        spec = str((near / spec).resolve())
+    if is_recipe(Path(spec)):
+        spec = _last_stage(Path(spec))
     if spec.startswith(PREFIX):
         found = _from_zoo(spec.removeprefix(PREFIX))
     elif RunFolder(Path(spec)).exists() or Path(spec).is_dir():
@@ -78,6 +86,15 @@ def find(spec: str, batch_norm: str | None = None) -> Trained:
     settings = Settings.of({**found.settings.plain(), "batch_norm": batch_norm})
     found.learner.batch_norm = settings.batch_norm
     return replace(found, settings=settings)
+
+
+def _last_stage(path: Path) -> str:
+    """The last stage of a recipe that has weights."""
+    stages = [path / folder for folder in Recipe.read(path).folders()]
+    trained = [stage for stage in stages if RunFolder(stage).best.exists()]
+    if not trained:
+        raise BilevelError(f"{path} holds no weights yet; its first stage has not reached its first validation.")
+    return str(trained[-1])
 
 
 def _from_zoo(name: str) -> Trained:
@@ -112,7 +129,9 @@ def _from_run(path: Path) -> Trained:
     metrics = read_metrics(folder.metrics)
     minutes = [line["minutes"] for line in metrics if _is_of(line, facts)]
     curve = [[line["iteration"], line["score"], line["interval"]] for line in metrics if "score" in line]
-    training = {"hyperiterations": facts.get("iteration"), "minutes": minutes[0] if minutes else None}
+    done = facts.get("iteration")
+    images = None if done is None else done * settings.images_in_iteration
+    training = {"hyperiterations": done, "images": images, "minutes": minutes[0] if minutes else None}
     card = {**config, "weights": facts, "training": training, "curve": curve}
     return Trained(str(path), learner, settings, card, weights)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,8 +31,10 @@ class MulticlassTraining(FewShotTraining):
     Validation is on episodes, so that runs can be compared with those of the bilevel problem.
     """
 
-    def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
-        super().__init__(settings, data, world)
+    def __init__(
+        self, settings: Settings, data: ImageDataset, world: World | None = None, folder: Path | None = None
+    ) -> None:
+        super().__init__(settings, data, world, folder)
         classes = np.asarray(data.splits["train"])
         self.rows = np.flatnonzero(np.isin(data.labels, classes))
         self.number = np.zeros(len(data.classes), np.int64)
@@ -40,7 +43,7 @@ class MulticlassTraining(FewShotTraining):
         self.augmentation = Augmentation.of(settings.augment)
 
     def _images(self, iteration: int) -> int:
-        return self.settings.images or super()._images(iteration)
+        return self.settings.images_in_iteration
 
     def _groups(self, iteration: int) -> list[range]:
         count = self._images(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bilevel.errors import BilevelError
+from bilevel.meta.recipes import Recipe
 from bilevel.meta.settings import Settings
 
 MINIIMAGENET = Settings(dataset="miniimagenet")
@@ -34,6 +35,52 @@ def _all() -> dict[str, Settings]:
 PRESETS = _all()
 
 
+def _staged(network: str, small: int, full: int, episodes: int) -> Recipe:
+    """Pretraining on small images, then on whole ones, then the bilevel problem; hyperiterations of each stage."""
+    # Batch norm's averages and the classifier over all classes carry over from stage to stage.
+    common = Settings(
+        dataset="miniimagenet",
+        network=network,
+        last_relu=False,
+        normalise=True,
+        batch_norm="running",
+        augment="flip,crop,colour",
+        classifier="cosine",
+        inner_lr=1.0,
+        step_bound=0.0,
+        optimizer="sgd",
+        weight_decay=5e-4,
+        schedule="cosine",
+        validation_episodes=200,
+        patience=0,
+    )
+    pretraining = replace(common, learner="multiclass", images=256, lr=0.1)
+    return Recipe(
+        {
+            "small": replace(pretraining, image_size=42, iterations=small, validate_every=max(1, small // 10)),
+            "full": replace(pretraining, lr=0.05, iterations=full, validate_every=max(1, full // 10)),
+            "episodes": replace(
+                common,
+                meta_batch=4,
+                most_shots=5,
+                global_loss=1.0,
+                lr=0.01,
+                average=0.99,
+                iterations=episodes,
+                validate_every=200,
+                validation_episodes=600,
+            ),
+        }
+    )
+
+
+RECIPES = {
+    "miniimagenet-c4l-staged": _staged("c4l", small=6000, full=3000, episodes=3000),
+    "miniimagenet-c4l-64-staged": _staged("c4l-64", small=6000, full=3000, episodes=3000),
+    "miniimagenet-rn-staged": _staged("rn", small=6000, full=1500, episodes=1000),
+}
+
+
 def preset(name: str) -> Settings:
     """The settings of that name.
 
@@ -41,5 +88,6 @@ def preset(name: str) -> Settings:
     16
     """
     if name not in PRESETS:
-        raise BilevelError(f"There is no preset {name!r}. The presets are {', '.join(PRESETS)}.")
+        staged = f"; in stages {', '.join(RECIPES)}" if name not in RECIPES else ""
+        raise BilevelError(f"There is no preset {name!r}. The presets are {', '.join(PRESETS)}{staged}.")
     return PRESETS[name]

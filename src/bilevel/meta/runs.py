@@ -35,10 +35,12 @@ def schedule(settings: Settings) -> Schedule:
     )
 
 
-def new_job(settings: Settings, data: ImageDataset, world: World | None = None) -> FewShotTraining:
+def new_job(
+    settings: Settings, data: ImageDataset, world: World | None = None, folder: Path | None = None
+) -> FewShotTraining:
     """The job of the learner that the settings name."""
     kind = MulticlassTraining if settings.learner == "multiclass" else FewShotTraining
-    return kind(settings, data, world)
+    return kind(settings, data, world, folder)
 
 
 def enter(
@@ -79,8 +81,9 @@ def enter(
             "commit": commit(),
         }
         if settings.initial:
-            card = library.find(settings.initial).card
-            config["initial"] = {key: card.get(key) for key in ("command", "training", "initial") if key in card}
+            card = library.find(settings.initial, near=folder.path).card
+            known = ("command", "settings", "training", "initial")
+            config["initial"] = {key: card.get(key) for key in known if key in card}
         folder.begin({**config, "launch": launch} if launch else config)
         return
     before = folder.config()

@@ -101,6 +101,15 @@ class Settings:
         return asdict(self)
 
     @property
+    def images_in_iteration(self) -> int:
+        """Images that pass through the network in a hyperiteration; where shots are drawn, on average."""
+        if self.learner == "multiclass" and self.images:
+            return self.images
+        shots = (self.shots_in_training + max(self.shots_in_training, self.most_shots)) / 2
+        queries = 0 if self.outer == "support" else self.queries
+        return round(self.meta_batch * self.ways_in_training * (shots + queries))
+
+    @property
     def shots_in_training(self) -> int:
         return self.train_shots or self.shots
 

@@ -31,6 +31,7 @@ from bilevel.side_by_side import one_thread
 from bilevel.tasks.augmentation import Augmentation
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.distributed import World
+from bilevel.training.folder import RunFolder
 from bilevel.training.stopping import StopRequest
 
 METHODS = {"reverse": Reverse(), "first-order": FirstOrder()}
@@ -124,13 +125,17 @@ class FewShotTraining:
         settings: what to do.
         data: where the episodes come from.
         world: the processes that share every meta-batch; the result is the same, bit for bit, for any number.
+        folder: the run's own, if it has one: `settings.initial` may be relative to it. Where it holds a checkpoint, the
+            weights come from there, and those that the run began with are not looked for.
     """
 
-    def __init__(self, settings: Settings, data: ImageDataset, world: World | None = None) -> None:
+    def __init__(
+        self, settings: Settings, data: ImageDataset, world: World | None = None, folder: Path | None = None
+    ) -> None:
         self.settings, self.data, self.world = settings, data, world or World()
         self.learner = self._new_learner().to(self.world.device)
-        if settings.initial:
-            continued(self.learner, settings, library.find(settings.initial))
+        if settings.initial and (folder is None or not RunFolder(folder).checkpoints.files()):
+            continued(self.learner, settings, library.find(settings.initial, near=folder))
         if settings.normalise and not bool(self.learner.lam[CENTRE].any()):
             self.learner.centre(self._sample())
         self.streams = {shots: training_episodes(settings, data, shots) for shots in self._all_shots()}

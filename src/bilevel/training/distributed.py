@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from bilevel.errors import BilevelError, DivergenceError
 
 Item = TypeVar("Item")
+# Numbers the worlds of this process; all processes of a run have as many of them.
+_worlds = count()
 # What an error becomes on the processes that did not have it; the place in the list is what they tell each other.
 KINDS: tuple[type[BilevelError], ...] = (BilevelError, DivergenceError)
 
@@ -102,18 +105,23 @@ def world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
         yield World()
         return
     try:
-        store, rank, count = next(rendezvous("env://", timeout=timeout))
+        store, rank, processes = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps its store over a restart, with the addresses of processes that are no more; a name of its own
-        # for every start keeps the new ones from calling them.
-        store = dist.PrefixStore(f"start {_restarts()}", store)  # type: ignore[attr-defined]
+        # for every start, and for every world of a process, keeps the new ones from calling them.
+        store = dist.PrefixStore(f"start {_restarts()}.{next(_worlds)}", store)  # type: ignore[attr-defined]
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise BilevelError(f"The {size} processes of WORLD_SIZE did not find each other: {error}") from error
     try:
-        yield World(rank, count)
+        yield World(rank, processes)
     finally:
         dist.destroy_process_group()
+
+
+def writes() -> bool:
+    """Whether this is the one process that writes files and prints, before there is a world to ask."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def launch() -> str | None:

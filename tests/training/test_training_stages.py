@@ -1,0 +1,132 @@
+"""`bilevel train` with a recipe: stages one after the other, resumed in the middle, refused where they do not fit."""
+
+import json
+
+import pytest
+from processes import finish, here, torchrun
+
+from bilevel import BilevelError
+from bilevel.meta import library
+from bilevel.meta.presets import RECIPES
+from bilevel.meta.recipes import Recipe
+from bilevel.meta.settings import Settings
+
+COMMON = """
+dataset = "glyphs"
+ways = 3
+queries = 2
+meta_batch = 4
+steps = 2
+validation_episodes = 2
+normalise = true
+batch_norm = "running"
+step_bound = 0.0
+checkpoint_every = 4
+"""
+STAGES = """
+[[stage]]
+name = "all"
+learner = "multiclass"
+classifier = "cosine"
+images = 96
+iterations = 4
+
+[[stage]]
+name = "episodes"
+global_loss = 0.5
+classifier = "cosine"
+train_ways = 5
+most_shots = 2
+iterations = 3
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text(COMMON + STAGES)
+    return file
+
+
+def weights(folder):
+    return (folder / "last.safetensors").read_bytes()
+
+
+def test_stages_run_one_after_the_other_and_leave_one_card(recipe, tmp_path):
+    out = tmp_path / "run"
+    result = here("train", "--recipe", recipe, "--out", out, "--threads", "1")
+    assert result.exit_code == 0, result.output
+    assert "1-all: learner multiclass" in result.output and "All stages are finished" in result.output
+    card = json.loads((out / "card.json").read_text())
+    first, second = card["stages"]
+    # A stage hands on its best weights: those of its start or of its end, where there are so few validations.
+    assert first["images"] == 96 * first["hyperiterations"] and first["hyperiterations"] in (0, 4)
+    assert second["images"] == 4 * 5 * 3.5 * second["hyperiterations"] and second["hyperiterations"] in (0, 3)
+    assert all(stage["minutes"] > 0 for stage in card["stages"])
+    assert [stage["command"].split("   ")[1] for stage in card["stages"]] == ["(stage all)", "(stage episodes)"]
+    found = library.find(str(out))
+    assert found.name.endswith("2-episodes") and found.learner.normalise
+    result = here("evaluate", out, "--episodes", "4", "--steps", "1-2")
+    assert result.exit_code == 0 and "Meta-test accuracy" in result.output
+
+
+def test_a_stopped_recipe_goes_on_where_it_was(recipe, tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert here("train", "--recipe", recipe, "--out", whole, "--threads", "1").exit_code == 0
+    assert here("train", "--recipe", recipe, "--out", halves, "--threads", "1").exit_code == 0
+    # As if it had been stopped before the second stage: what is left is its recipe and the first stage.
+    for file in sorted((halves / "2-episodes").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (halves / "2-episodes").rmdir()
+    result = here("train", "--resume", "--out", halves, "--threads", "1")
+    assert result.exit_code == 0 and "Stage 1-all is finished." in result.output
+    assert weights(whole / "2-episodes") == weights(halves / "2-episodes")
+
+
+def test_two_processes_run_the_same_recipe(recipe, tmp_path):
+    assert here("train", "--recipe", recipe, "--out", tmp_path / "one", "--threads", "1").exit_code == 0
+    code, _, errors = finish(torchrun("train", "--recipe", recipe, "--out", tmp_path / "two", "--threads", "1"))
+    assert code == 0, errors
+    for stage in ("1-all", "2-episodes"):
+        assert weights(tmp_path / "one" / stage) == weights(tmp_path / "two" / stage)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (COMMON + '[[stage]]\nname = "a"\nlearning_rate = 1', "learning_rate is no setting; the settings are learner"),
+        (COMMON + '[[stage]]\nname = "a"\nsteps = "many"', "stage 'a': steps='many' is not a whole number"),
+        (COMMON, r"must have a table \[\[stage\]\] for every stage"),
+        ("steps = ", "is not a TOML file"),
+        (COMMON + '[[stage]]\nname = "../a"', "every stage needs a name of its own"),
+        (
+            COMMON + '[[stage]]\nname = "a"\nnetwork = "c4l"\n[[stage]]\nname = "b"\nlast_relu = false',
+            "network: c4l in 'a', omniglot-net in 'b'\n  last relu: True in 'a', False in 'b'",
+        ),
+    ],
+)
+def test_recipes_that_are_wrong(tmp_path, text, message):
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(BilevelError, match=message):
+        Recipe.load(file)
+
+
+def test_folders_of_other_recipes_are_left_alone(recipe, tmp_path):
+    out = tmp_path / "run"
+    assert here("train", "--recipe", recipe, "--out", out, "--threads", "1").exit_code == 0
+    again = here("train", "--recipe", recipe, "--out", out)
+    assert again.exit_code != 0 and "Continue it with --resume" in str(again.exception) + again.output
+    other = here("train", "--recipe", recipe, "--out", out, "--resume", "--steps", "3")
+    assert other.exit_code != 0 and "stage all, steps: 2 there, 3 here" in str(other.exception) + other.output
+
+
+def test_the_recipes_of_the_package_fit_together():
+    for name, recipe in RECIPES.items():
+        first, *_, last = recipe.stages.values()
+        assert first.learner == "multiclass" and first.image_size == 42, name
+        assert last.learner == "hyper-representation" and last.image_size == 0, name
+    with pytest.raises(BilevelError, match="needs at least one stage"):
+        Recipe({})
+    with pytest.raises(BilevelError, match="leave its `initial` out"):
+        Recipe({"a": Settings(), "b": Settings(initial="zoo:omniglot-5way-1shot")})
