@@ -129,7 +129,7 @@ def _table(s: Settings, index: int, rows: dict[int, Trained]) -> Table:
     base = training_of(s, index, s.steps[0])
     pixels = f" on {base.image_size}×{base.image_size} pixels" if base.image_size else ""
     return Table(
-        f"{base.dataset} {base.ways}-way {base.shots}-shot, {base.network}{pixels}: where early stopping ends trainings",
+        f"{base.dataset} {base.ways}-way {base.shots}-shot, {base.network}{pixels}: where early stopping ends each",
         ("T", "paper stops after", "ours ends after", "best after", "best accuracy", "minutes", "why"),
         shown,
     )

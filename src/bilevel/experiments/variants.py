@@ -225,11 +225,7 @@ def _table(s: Settings, dataset: str, rows: dict[str, Trainings]) -> Table:
                 f"{trained.iterations:,}",
                 f"{sum(_minutes(each)) / len(each):.1f}",
                 ", ".join(f"{one.inner_lr:g}" for _, one in each),
-                why
-                if compared
-                else "not in the paper"
-                if dataset == "miniimagenet"
-                else "the paper has MiniImagenet only",
+                why,
             )
         )
     small = f" on {base.image_size}×{base.image_size} pixels" if base.image_size else ""
