@@ -49,7 +49,7 @@ def test_a_training_of_ones_own_comes_before_the_zoo(tmp_path):
     found = few_shot.find_model("omniglot-5way-1shot", tmp_path)
     assert found.name == str(tmp_path / "omniglot-5way-1shot")
     (stage,) = found.stages
-    assert (stage["hyperiterations"], stage["minutes"], stage["images"]) == (30, 3, 30 * 32 * 5 * 20)
+    assert (stage["hyperiterations"], stage["minutes"], stage["images"]) == (30, 3, 30 * 8 * 5 * 20)
     assert len(found.card["curve"]) == 4
     (tmp_path / "omniglot-5way-1shot" / "best.safetensors").unlink()  # it has just begun
     assert few_shot.find_model("omniglot-5way-1shot", tmp_path).name == "zoo:omniglot-5way-1shot"
