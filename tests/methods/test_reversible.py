@@ -112,3 +112,15 @@ def test_a_momentum_that_vanishes_on_the_way_is_refused():
     dynamics = bl.HeavyBall(0.1, lambda t: 0.0 if t == 5 else 0.9)
     with pytest.raises(bl.BilevelError, match="at step 5"):
         bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=10, method=bl.Reversible())
+
+
+def test_an_empty_leaf_and_a_start_at_rest():
+    """No number says how large a unit should be: neither may fail, in either default precision."""
+    torch.set_default_dtype(torch.float32)
+    problem = bl.Problem(
+        inner=lambda w, lam, batch: 0.5 * lam * (w["a"] ** 2).sum() + w["b"].sum(),
+        outer=lambda w, lam, batch: (w["a"] - lam).square().sum(),
+        init=lambda lam: {"a": torch.zeros(2), "b": torch.zeros(0)},
+    )
+    settings = {"dynamics": bl.HeavyBall(0.1, 0.5), "steps": 3, "method": bl.Reversible()}
+    assert bl.hypergradient(problem, torch.tensor(1.0), bl.Task(None, None), **settings).grad == 4

@@ -77,7 +77,7 @@ class ExactMomentum:
         self.dtypes = [point.dtype for point in points]
         pushes = self._pushes(w, first)
         # The first step says how large the numbers will be where the start is zero.
-        size = max(float(x.abs().max()) for x in [*points, *(10 * push for push in pushes), torch.tensor(1e-300)])
+        size = max(1e-300, *map(_largest, points), *(10 * _largest(push) for push in pushes))
         self.unit = 2.0 ** (math.ceil(math.log2(size)) - bits) if math.isfinite(size) else 1.0
         self.w = [self._integers(point, first) for point in points]
         self.v = [self._integers(leaf, first) for leaf in trees.leaves(v)]
@@ -120,7 +120,7 @@ class ExactMomentum:
             self.v[i] = momentum.stretch(erased.multiply(self.v[i], momentum, t)) - push[i]
             self.w[i] = self.w[i] + self.v[i]
             # Half of what an int64 holds: the next sum cannot wrap around before it is looked at.
-            if max(int(self.w[i].abs().max()), int(self.v[i].abs().max())) >= LIMIT:
+            if max(_largest(self.w[i]), _largest(self.v[i])) >= LIMIT:
                 self._raise_divergence(t)
 
     def backward(self, t: int) -> None:
@@ -151,6 +151,10 @@ def _momentum(bound: Bound, t: int) -> float:
             "step erases what it would take to undo it. Use Reverse('sqrt')."
         )
     return momentum
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
 
 
 class Ratio:
