@@ -145,14 +145,32 @@ def test_a_lower_method_without_second_derivatives_is_refused(lower):
         bl.hypergradient(problem, torch.tensor(0.2), TASK, **UPPER)
 
 
-@pytest.mark.parametrize("penalty", [lambda p: p, lambda p: p.detach()])
-def test_data_made_from_a_variable_above_are_refused(penalty):
-    def inner(u, p, batch):
-        lam = {"u": u.detach(), "p": penalty(p)}
-        return bl.objective(LOWEST, lam, bl.Task(u * X, X), **LOWER) + p * (u**2).sum()
+@pytest.mark.parametrize("upper", [bl.Reverse(), bl.Unrolled(), bl.Forward()], ids=repr)
+def test_data_made_from_variables_above(upper):
+    """The lowest problem fits u·X: u and p reach it as data and not as λ."""
+    lowest = bl.Problem(
+        lambda v, lam, x: (torch.log(torch.cosh(v - x)) + lam * v**2).sum(),
+        lambda v, lam, x: (v * x).sum(),
+        lambda lam: torch.zeros(3),
+    )
 
-    with pytest.raises(bl.BilevelError, match=r"task\.train requires grad"):
-        bl.hypergradient(bl.Problem(inner, upper_outer, lambda p: U0), P, TASK, **UPPER)
+    def inner(u, p, batch):
+        lam = torch.tensor(0.2)
+        return bl.objective(lowest, lam, bl.Task(u * X, p * X), **LOWER) + 0.5 * (u**2).sum()
+
+    def plain(p):
+        u = U0.clone().requires_grad_()
+        for _ in range(5):
+            v = torch.zeros(3)
+            for _ in range(6):
+                v = v - 0.2 * (torch.tanh(v - u * X) + 0.4 * v)
+            loss = (v * p * X).sum() + 0.5 * (u**2).sum()
+            u = u - 0.15 * torch.autograd.grad(loss, u, create_graph=True)[0]
+        return upper_outer(u, p, None)
+
+    found = bl.hypergradient(bl.Problem(inner, upper_outer, lambda p: U0), P, TASK, method=upper, **UPPER)
+    live = P.clone().requires_grad_()
+    assert relative_error(found.grad, torch.autograd.grad(plain(live), live)[0]) < 1e-9
 
 
 @pytest.mark.parametrize("steps", [1, 3])

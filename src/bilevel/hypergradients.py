@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.dynamics import DynamicsLike
+from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
 from bilevel.methods.base import Hypergradient, Method, Stats
-from bilevel.methods.checks import check_arguments, check_process, is_finite
+from bilevel.methods.checks import check_arguments, check_process, check_task, is_finite
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
@@ -115,9 +115,11 @@ def objective(
 
     With an exact method it can be differentiated as often as one likes: `create_graph=True`, gradient penalties,
     `torch.autograd.functional.hessian`, `torch.func.grad`, `jacrev` and `vmap`, and `objective` inside the functions of
-    another problem (three levels). What those functions know of the other problem's variables must be passed as
-    leaves of λ. A first derivative costs what `hypergradient` costs; a product with the Hessian runs the T steps once
-    more, recorded as by `Unrolled`.
+    another problem (three levels). A first derivative costs what `hypergradient` costs; a product with the Hessian runs
+    the T steps once more, recorded as by `Unrolled`.
+
+    Tensors of the task that require grad are differentiated like λ. What the functions read from a closure is not, and
+    is refused where it requires grad: make it a leaf of λ.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -131,8 +133,9 @@ def objective(
     """
     chosen = _as_method(method)
     transformed = under_torch_func()
-    if torch.is_grad_enabled() or transformed:
-        _refuse_gradients_of_data(task)
+    arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
+    if (torch.is_grad_enabled() or transformed) and any(leaf.requires_grad for leaf in trees.tensors(task)):
+        return _of_live_data(problem, lam, task, method=chosen or "auto", **arguments)
     leaves, spec = trees.flatten(lam)
     if not transformed:
         refuse_forward_mode((lam, task))
@@ -140,12 +143,11 @@ def objective(
             if chosen is None or chosen.exact:
                 return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
             # Not every inexact method evaluates E after T steps: Implicit(newton=…) goes on from there.
-            arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
             return hypergradient(problem, lam, task, method=chosen, **arguments).value
     # vmap may have batched the data, and hands out one of the batch where data are inputs.
     data = trees.tensors(task) if transformed else []
     watch = NoOtherTensors if transformed else contextlib.nullcontext
-    call = _Call(problem, spec, task, {"dynamics": dynamics, "steps": steps}, chosen, allow_unused, len(data), watch)
+    call = _Call(problem, spec, task, chosen, arguments, len(data), watch)
     return Known.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
 
 
@@ -174,9 +176,8 @@ class _Call:
     problem: Problem
     spec: Spec
     task: Task | Sequence[Task]
-    run: dict[str, Any]
     method: Method | None
-    allow_unused: bool
+    arguments: dict[str, Any]
     data: int
     watch: Callable[[], AbstractContextManager[Any]]
 
@@ -185,7 +186,7 @@ class _Call:
         lam, task = self._arguments(tensors)
         method = "auto" if self.method is None else self.method
         with self.watch(), torch.enable_grad():
-            result = hypergradient(self.problem, lam, task, method=method, allow_unused=self.allow_unused, **self.run)
+            result = hypergradient(self.problem, lam, task, method=method, **self.arguments)
         return result.value, trees.leaves(result.grad)
 
     def record(self, *tensors: Tensor) -> Tensor:
@@ -198,7 +199,7 @@ class _Call:
             )
         lam, task = self._arguments(tensors)
         tasks = [task] if isinstance(task, Task) else task
-        run = self.run["dynamics"], self.run["steps"]
+        run = self.arguments["dynamics"], self.arguments["steps"]
         with eagerly():
             runs = [Process(self.problem, lam, one, *run, live=True) for one in tasks]
             return torch.stack([record(process)[0] for process in runs]).mean()
@@ -210,15 +211,42 @@ class _Call:
         return self.spec.unflatten(tensors[self.data :]), task
 
 
-def _refuse_gradients_of_data(task: Task | Sequence[Task]) -> None:
-    leaves = trees.leaves(task)
-    wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if wanted:
-        raise BilevelError(
-            f"task{trees.paths(task)[wanted[0]]} requires grad, and objective(…) is differentiated in λ only: its "
-            "gradient would be lost. Make it a leaf of λ, where inner, outer and encode can read it, or pass "
-            "its .detach()."
-        )
+def _of_live_data(
+    problem: Problem, lam: Tree, task: Task | Sequence[Task], *, dynamics: DynamicsLike, **arguments: Any
+) -> Tensor:
+    """`objective` for tasks with tensors that require grad: these become leaves of λ, which `encode` puts back."""
+    values, build = [], as_function_of_lam(dynamics)
+    for one in [task] if isinstance(task, Task) else task:
+        check_task(one)
+        leaves = trees.leaves(one)
+        at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        if not at:
+            values.append(objective(problem, lam, one, dynamics=dynamics, **arguments))
+            continue
+        # Remembered, because a problem remembers what has been checked.
+        known = problem.checked.setdefault(("live data", at), {})
+        wider = known.setdefault("problem", _with_data(problem, at))
+        both = (lam, [leaves[i] for i in at])
+        values.append(objective(wider, both, trees.detach(one), dynamics=lambda lam: build(lam[0]), **arguments))
+    return torch.stack(values).mean()
+
+
+def _with_data(problem: Problem, at: tuple[int, ...]) -> Problem:
+    """The problem whose λ is the pair of the other's λ and the leaves `at` of its task."""
+
+    def encode(lam: Tree, task: Task) -> Task:
+        leaves, spec = trees.flatten(task)
+        for index, leaf in zip(at, lam[1], strict=True):
+            leaves[index] = leaf
+        whole: Task = spec.unflatten(leaves)
+        return whole if problem.encode is None else problem.encode(lam[0], whole)
+
+    return Problem(
+        inner=lambda w, lam, batch: problem.inner(w, lam[0], batch),
+        outer=lambda w, lam, batch: problem.outer(w, lam[0], batch),
+        init=lambda lam: problem.init(lam[0]),
+        encode=encode,
+    )
 
 
 def _of_one_task(process: Process, method: Method | None) -> Hypergradient:
