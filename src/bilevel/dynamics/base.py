@@ -55,10 +55,15 @@ class Dynamics(ABC):
         form = self.heavy_ball_form(t)
         return None if form is None else (largest(form[0]), 2 * (1 - largest(trees.map(operator.neg, form[1]))) / nu)
 
+    def slope_decay(self, t: int) -> float:
+        """ρ where the limits satisfy ∇L(w) + ρ·w = 0: a weight decay that the step adds to its gradient; 0 by
+        default."""
+        return 0.0
+
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree | None:
         """A step without auxiliary variables whose fixed points are this dynamics' limits.
 
-        None, the default, says that the limits are the points with ∇L = 0.
+        None, the default, says that the limits are the points with ∇L + ρ·w = 0, ρ the `slope_decay`.
         """
         return None
 

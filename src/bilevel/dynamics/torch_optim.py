@@ -20,6 +20,19 @@ from bilevel.trees import Tree
 # Classes whose lr may be a tensor that requires grad (torch 2.13, against central differences).
 _LEARN_LR = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 
+# Classes whose weight_decay is added to the gradient. AdamW shrinks the weights instead.
+_DECAY_IN_SLOPE = (
+    torch.optim.SGD,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+
 
 @dataclass(frozen=True, init=False)
 class TorchOptim(Dynamics):
@@ -56,6 +69,14 @@ class TorchOptim(Dynamics):
                     "lr of SGD, Adam, AdamW, NAdam and RAdam can be learned, and so can every setting of bilevel's own "
                     "dynamics."
                 )
+
+    def slope_decay(self, t: int) -> float:
+        if self.optimizer not in _DECAY_IN_SLOPE or at(self.settings.get("decoupled_weight_decay", False), t):
+            return 0.0
+        decay = float(at(self.settings.get("weight_decay", 0.0), t))
+        if self.optimizer is torch.optim.ASGD:
+            decay += float(at(self.settings.get("lambd", 1e-4), t))
+        return -decay if at(self.settings.get("maximize", False), t) else decay
 
     def init(self, w: Tree) -> Tree:
         # The classes create their state lazily, at the first step.

@@ -18,12 +18,17 @@ from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
 from bilevel.methods.closures import refuse_closures, refuse_views_of_lam
 from bilevel.methods.diagnosis import refuse_non_finite_data
+from bilevel.methods.limits import calls_loss, reached_at_rest
 from bilevel.methods.process import Process, call_user, live_copy, reached, what_is
+from bilevel.methods.purity import check_purity
 from bilevel.methods.recorded import counted, runs_compiled_code
 from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.methods.verdicts import kind_of, remember
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
+
+# The step whose objective is looked at where there are no steps.
+FIRST = range(1, 2)
 
 
 def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Task]:
@@ -150,14 +155,15 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
     else:
         with TwiceDifferentiable() as mode:
             state = _check_start(process)
-            _check_objectives(process, state)
+            _check_objectives(process, method, state)
             _check_step(process, state)
             if torch.is_grad_enabled() or not value_only:
-                _check_closures(process, state)
+                _check_closures(process, method, state)
         found = {"replaced": mode.used, "compiled": runs_compiled_code(process, state)}
         for name in (name for name, is_so in found.items() if is_so and name not in memory):
             memory[name] = {}
             process.bound = process.bind(process.variables)
+        check_purity(process, state)
         _check_reach(process, method, state)
         remember(memory, key, process.findings)
     method.look(process)
@@ -203,16 +209,16 @@ def _check_start(process: Process) -> Any:
     return state
 
 
-def _check_objectives(process: Process, state: Any) -> None:
-    bound = process.bound
+def _check_objectives(process: Process, method: Method, state: Any) -> None:
+    bound, seen = process.bound, method.sees(process)
     points, spec = trees.flatten(state[0])
     points = [point.detach().requires_grad_() for point in points]
     w = spec.unflatten(points)
     calls: list[tuple[str, Callable[[], Tensor], Tree]] = [
         ("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)
     ]
-    if process.steps:
-        batch = bound.task.batch(process.times[0])
+    if process.steps or _looks_at_w_t(method, seen):
+        batch = bound.task.batch((process.times or FIRST)[0])
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
         with torch.enable_grad():
@@ -236,6 +242,9 @@ def _check_objectives(process: Process, state: Any) -> None:
                 ".sum()."
             )
         if not value.requires_grad or not reached([value], points):
+            if name.startswith("inner") and "the fixed point" in seen and not calls_loss(bound, state[0]):
+                process.findings["inner is not used"] = True
+                continue
             raise BilevelError(
                 f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for .detach(), "
                 ".item(), torch.no_grad(), comparisons or argmax in it; an accuracy cannot be an objective, a "
@@ -275,7 +284,7 @@ def _check_step(process: Process, state: Any) -> None:
             )
 
 
-def _check_closures(process: Process, state: Any) -> None:
+def _check_closures(process: Process, method: Method, state: Any) -> None:
     """What requires grad must come in through the arguments."""
     bound = process.bound
     leaves, live = live_copy(state)
@@ -285,8 +294,8 @@ def _check_closures(process: Process, state: Any) -> None:
             refuse_closures(process, "encode", process.encode_again, outputs=process.encoded)
         refuse_closures(process, "init", bound.start)
         refuse_closures(process, "outer", lambda: bound.outer(live), leaves)
-        if process.steps:
-            t = process.times[0]
+        if process.steps or _looks_at_w_t(method, method.sees(process)):
+            t = (process.times or FIRST)[0]
             refuse_closures(process, "inner", lambda: bound.loss(t)(live[0]), leaves)
             refuse_closures(process, "dynamics", lambda: bound.step(live, t), leaves)
 
@@ -297,7 +306,7 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
     if process.start is not None or (process.previous is not None and process.previous.tangents is None):
         # init(λ) is not used, and a continued run remembers it only in tangents, which forward mode carries along.
         seen -= {"the start"}
-    reach = _reach(process, state)
+    reach = _reach(process, method, state)
     paths = trees.paths(process.lam)
     for index, path in enumerate(paths):
         parts = {part for part, leaves in reach.items() if index in leaves}
@@ -324,13 +333,18 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
             )
 
 
-def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
+def _looks_at_w_t(method: Method, seen: frozenset[Part]) -> bool:
+    """Whether a method needs the slope of the inner objective at w_T, also where w_T took no step to get there."""
+    return not method.sees_dynamics and "the inner objective" in seen
+
+
+def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]:
     """Which leaves of λ enter where, read off the graphs of Φ_0, ∇L, Φ_t and E."""
     bound, variables = process.bound, process.variables
     reach: dict[Part, set[int]] = {part: set() for part in EVERYTHING}
 
-    def note(part: Part, outputs: Tree) -> None:
-        for index in reached(trees.leaves(outputs), variables):
+    def note(part: Part, outputs: Tree, indices: set[int] | None = None) -> None:
+        for index in reached(trees.leaves(outputs), variables) if indices is None else indices:
             if index < process.outer_count:
                 reach[part].add(index)
             else:
@@ -341,9 +355,13 @@ def _reach(process: Process, state: Any) -> dict[Part, set[int]]:
         note("the outer objective", bound.outer(state))
         wanted = set(range(process.outer_count))
         # With allow_unused a leaf that one step does not reach may stay unreached; otherwise later steps are asked.
-        for t in process.times[:1] if process.allow_unused else process.times:
-            note("the inner objective", gradient(bound.loss(t), state[0]))
-            note("the fixed point", bound.dynamics.stationary_step(bound.loss(t), state[0], t))
+        times = process.times or (FIRST if _looks_at_w_t(method, method.sees(process)) else FIRST[:0])
+        for t in times[:1] if process.allow_unused else times:
+            if "inner is not used" not in process.findings:
+                note("the inner objective", gradient(bound.loss(t), state[0]))
+            at_rest = bound.dynamics.stationary_step(bound.loss(t), state[0], t)
+            left = reached_at_rest(bound, variables, state[0], t) if at_rest is None and not method.exact else None
+            note("the fixed point", at_rest, left)
             everything = {i for i in reached(trees.leaves(bound.step(state, t)), variables) if i < process.outer_count}
             reach["the dynamics"] |= everything - reach["the inner objective"]
             # Settings with a value per step are reached later than at the first; normally one step is enough.

@@ -21,10 +21,12 @@ from bilevel.linear_solvers.fixed_point import FixedPoint
 from bilevel.linear_solvers.neumann import Neumann
 from bilevel.linear_solvers.nystrom import Nystrom
 from bilevel.methods.base import Hypergradient, Method, Part
+from bilevel.methods.limits import objective_at_rest, refuse_other_limits
 from bilevel.methods.near_minimiser import newton
 from bilevel.methods.preconditioner import Preconditioner, inverse_at
 from bilevel.methods.process import Gradients, Process, State, accumulate, live_copy
 from bilevel.methods.products import batched_grad
+from bilevel.methods.purity import refuse_impure
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class Implicit(Method):
     so.
 
     Proximal dynamics, whose limits do not satisfy ∇L = 0, are differentiated through their fixed point w = Φ(w, λ)
-    instead; there λ may enter through the penalty.
+    instead; there λ may enter through the penalty. A weight decay that a `torch.optim` class adds to the gradient is
+    added to L. Whether ∇L = 0 is what the step of another dynamics tends to is asked of the step, at every call and
+    without calling L: a decay, a shrinkage, a projection or a mirror map is refused. There, and where λ enters a step
+    function itself, pass `condition="fixed-point"`.
 
     Args:
         solver: for the linear system; None takes CG() for a Hessian and FixedPoint() for a fixed point.
@@ -122,7 +127,8 @@ class Implicit(Method):
         return type(self), self.condition
 
     def sees(self, process: Process) -> frozenset[Part]:
-        return frozenset({"the inner objective", "the fixed point", "the outer objective"})
+        at_rest: set[Part] = {"the fixed point"} if self._at_fixed_point(process) else set()
+        return frozenset({"the inner objective", "the outer objective", *at_rest})
 
     def _at_fixed_point(self, process: Process) -> bool:
         if self.condition == "fixed-point":
@@ -138,6 +144,8 @@ class Implicit(Method):
         value, alpha, direct, _ = process.outer_gradients(state)
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
+        if symmetric:
+            refuse_other_limits(process, state[0], trees.to_vector(form).detach())
         b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
 
         operator = replace(_adjoint_operator(form, points, sign, symmetric), inverse=inverse)
@@ -179,7 +187,7 @@ class Implicit(Method):
         """The state to differentiate at, and the products that Newton's method took to get there."""
         if self.newton is None:
             return state, 0
-        loss = process.bound.loss(max(process.times.stop - 1, 1))
+        loss = objective_at_rest(process.bound, max(process.times.stop - 1, 1))
         found = newton(loss, state[0], self.newton, inverse=inverse)
         if not found.gradient_norm <= self.newton:
             warnings.warn(
@@ -212,12 +220,14 @@ System = tuple[list[Tensor], list[Tensor], float, bool]
 
 
 def _stationary(process: Process, state: State) -> System:
-    """F = ∇_w L(w, λ), with the Hessian as its derivative."""
+    """F = ∇_w L(w, λ), a weight decay of the dynamics included, with the Hessian as its derivative."""
     points, spec = trees.flatten(state[0])
     points = [point.detach().requires_grad_() for point in points]
     with torch.enable_grad():
-        loss = process.bound.loss(max(process.times.stop - 1, 1))
+        loss = objective_at_rest(process.bound, max(process.times.stop - 1, 1))
         form = trees.leaves(gradient(loss, spec.unflatten(points)))
+    with torch.no_grad():
+        refuse_impure(form, gradient(loss, trees.detach(state[0])), "∇L at w_T was another")
     if not any(part.requires_grad for part in form):
         raise BilevelError(
             "The gradient of the inner objective does not depend on w or λ (a linear objective?), so it has no "
@@ -230,12 +240,16 @@ def _fixed_point(process: Process, state: State) -> System:
     """F = Φ(s, λ) − s, of which only Φ is recorded: the identity is added by the operator."""
     t = max(process.times.stop - 1, 1)
     points, live = live_copy(state)
+    step = process.bound.dynamics.stationary_step
     with torch.enable_grad():
-        stationary = process.bound.dynamics.stationary_step(process.bound.loss(t), live[0], t)
+        stationary = step(process.bound.loss(t), live[0], t)
         if stationary is not None:
             points, form = trees.leaves(live[0]), trees.leaves(stationary)
         else:
             form = trees.leaves(process.bound.step(live, t))
+    with torch.no_grad():
+        again = process.bound.step(state, t) if stationary is None else step(process.bound.loss(t), state[0], t)
+    refuse_impure(form, again, f"Step {t} gave another result")
     pairs = [(p, f) for p, f in zip(points, form, strict=True) if trees.is_variable(p)]
     if not any(f.requires_grad for _, f in pairs):
         raise BilevelError(

@@ -14,6 +14,7 @@ from bilevel.errors import BilevelError
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.compiled import run_blocks, sweep_blocks
 from bilevel.methods.process import Process, State, accumulate, start_vjp, steps_vjp
+from bilevel.methods.purity import refuse_impure
 
 # Steps are recorded together as long as their graphs stay below this: calling autograd costs more than a tiny step,
 # and what is recorded at once as it is run for the first time need not be run again.
@@ -153,7 +154,7 @@ class Sweep:
         self.alpha, parts, replayed = steps_vjp(self.process.bound, state, times, self.alpha, self.process.variables)
         self.gradients = [accumulate(total, part) for total, part in zip(self.gradients, parts, strict=True)]
         if self._arrival is not None:
-            _refuse_impure(self._arrival, replayed, times[-1])
+            refuse_impure(self._arrival, replayed, f"Step {times[-1]} gave another result")
             self._arrival = None
 
     def through_start(self) -> None:
@@ -194,18 +195,3 @@ def _groups_between_checkpoints(checkpoints: int | str | None, steps: int, group
         return max(len(groups), 1)
     count = math.isqrt(steps) if checkpoints == "sqrt" else int(checkpoints)
     return math.ceil(len(groups) / max(1, min(count, len(groups))))
-
-
-def _refuse_impure(first: State, again: State, t: int) -> None:
-    """A step that gives another result when it is replayed would make every gradient silently wrong."""
-    for one, two in zip(trees.tensors(first), trees.tensors(again), strict=True):
-        if not trees.is_variable(one):
-            continue
-        # Replayed on the same machine a pure step gives the same bits; a few more are allowed to atomics on a GPU.
-        tolerance = torch.finfo(one.dtype).eps ** 0.5
-        if not torch.allclose(one, two.detach(), rtol=tolerance, atol=tolerance, equal_nan=True):
-            raise BilevelError(
-                f"Step {t} gave another result when it was replayed, so something in it is not a pure function of (w, "
-                "λ, t, batch): a sampler with hidden state, or dropout without a seed. Make batches and random masks "
-                "functions of t, for example torch.Generator().manual_seed(t)."
-            )

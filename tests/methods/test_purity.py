@@ -1,0 +1,53 @@
+"""What gives another number when it is asked again is refused, by every method."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import bilevel as bl
+from bilevel import trees
+from bilevel.methods import find
+from bilevel.testing import relative_error
+
+X, Y = torch.linspace(-1, 1, 48).reshape(12, 4).sin(), torch.linspace(-1, 1, 12).cos()
+TASK, LAM = bl.Task((X, Y), (X + 0.1, Y)), torch.tensor(-2.0)
+
+
+def problem(dropped):
+    return bl.Problem(
+        lambda w, lam, b: ((dropped(b[0]) @ w - b[1]) ** 2).mean() + lam.exp() * (w**2).sum(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(4),
+    )
+
+
+# FirstOrder looks at the outer objective only, where λ does not enter.
+METHODS = [example for name, kind in find().items() if name != "FirstOrder" for example in kind.examples()[:1]]
+METHODS += [bl.Implicit(newton=1e-9), bl.Implicit(condition="fixed-point"), "auto"]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: str(method)[:30])
+def test_unseeded_dropout_is_refused(method):
+    random = problem(lambda x: F.dropout(x, 0.5))
+    with pytest.raises(bl.BilevelError, match="pure function"):
+        bl.hypergradient(random, LAM, TASK, dynamics=bl.HeavyBall(0.1, 0.5), steps=30, method=method)
+
+
+@pytest.mark.parametrize("condition", ["auto", "fixed-point"])
+def test_dropout_that_is_switched_on_later(condition):
+    """Checks are remembered, so Implicit asks at every call."""
+    layer = torch.nn.Dropout().eval()
+    switched, settings = problem(layer), {"dynamics": bl.GradientDescent(0.1), "steps": 3}
+    method = bl.Implicit(condition=condition)
+    bl.hypergradient(switched, LAM, TASK, method=method, **settings)
+    layer.train()
+    with pytest.raises(bl.BilevelError, match="another"):
+        bl.hypergradient(switched, LAM, TASK, method=method, **settings)
+
+
+def test_a_mask_that_is_a_function_of_the_batch_is_none_of_this():
+    seeded = problem(lambda x: x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.5))
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 2000}
+    exact = bl.hypergradient(seeded, LAM, TASK, **settings).grad
+    assert relative_error(bl.hypergradient(seeded, LAM, TASK, method=bl.Implicit(), **settings).grad, exact) < 1e-6
+    assert float(trees.norm(exact)) > 0
