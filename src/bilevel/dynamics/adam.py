@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import Self
 
@@ -20,6 +21,7 @@ class Adam(Dynamics):
     lr: Setting = 1e-3
     betas: tuple[Setting, Setting] = (0.9, 0.999)
     eps: Setting = 1e-8
+    leafwise: ClassVar[bool] = True
 
     def init(self, w: Tree) -> Tree:
         return zeros_like(w), zeros_like(w)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import Self
 
@@ -16,6 +17,7 @@ class AdamW(Adam):
     """Adam's step from (1 − lr·weight_decay)·w_{t−1}, with the moments of ∇L(w_{t−1})."""
 
     weight_decay: Setting = 1e-2
+    leafwise: ClassVar[bool] = True
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         settings = at(self.lr, t), at(self.weight_decay, t)

@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ class Dynamics(ABC):
     function of t that returns one of these (a schedule). To learn a setting, pass a function of λ where a dynamics is
     asked for: `dynamics=lambda lam: GradientDescent(lr=lam["lr"].exp())`.
     """
+
+    # No leaf of the next w is computed from another leaf of the next w. Where a step does not say so, its leaves are
+    # separated in the graph before the next gradient is taken, which costs a few microseconds.
+    leafwise: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        # What is said of a step does not hold for a step that overrides it.
+        if "step" in vars(cls) and "leafwise" not in vars(cls):
+            cls.leafwise = False
 
     def init(self, w: Tree) -> Tree:
         """The auxiliary variables (velocities, moments) before the first step; they are differentiated like w."""

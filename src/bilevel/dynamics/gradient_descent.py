@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -19,6 +19,7 @@ class GradientDescent(Dynamics):
     """
 
     lr: Setting
+    leafwise: ClassVar[bool] = True
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         return gradient_step(loss, w, at(self.lr, t)), state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -21,6 +21,7 @@ class HeavyBall(Dynamics):
 
     lr: Setting
     momentum: Setting = 0.9
+    leafwise: ClassVar[bool] = True
 
     def init(self, w: Tree) -> Tree:
         return zeros_like(w)

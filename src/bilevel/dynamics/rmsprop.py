@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from typing_extensions import Self
 
@@ -17,6 +18,7 @@ class RMSProp(Dynamics):
     lr: Setting = 1e-2
     alpha: Setting = 0.99
     eps: Setting = 1e-8
+    leafwise: ClassVar[bool] = True
 
     def init(self, w: Tree) -> Tree:
         return zeros_like(w)

@@ -213,8 +213,12 @@ class Bound:
         return loss
 
     def step(self, state: State, t: int) -> State:
+        w = state[0]
+        if not self.dynamics.leafwise and torch.is_grad_enabled():
+            # The step before may have computed a leaf of w from another one, or from λ, and ∇_w L must not follow that.
+            w = w.view_as(w) if isinstance(w, Tensor) else trees.map(lambda leaf: leaf.view_as(leaf), w)
         with self._around():
-            return self.dynamics.step(self.loss(t), state[0], state[1], t)
+            return self.dynamics.step(self.loss(t), w, state[1], t)
 
     def outer(self, state: State) -> Tensor:
         with self._around():
