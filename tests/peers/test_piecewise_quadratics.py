@@ -3,6 +3,7 @@
 With momentum the iterates cross into another piece and come back, so that both ends of the run look quadratic.
 """
 
+import numpy as np
 import pytest
 import torch
 from comparing import EXACT, agree, classification, close, regression, right_or_refused, slope, zeros
@@ -39,6 +40,19 @@ def distance_to_an_interval(w, lam, data):
     return ((error - error.clamp(-0.3, 0.3)) ** 2).mean() + 0.5 * lam.exp().sum() * (w**2).sum()
 
 
+def spring(w, lam, beyond):
+    """The soft bounds again, with a spring that Python switches on."""
+    base = 0.5 * ((w - lam) ** 2).sum()
+    return base + 20 * ((w - 1) ** 2).sum() if beyond else base
+
+
+READ_BY_PYTHON = {
+    "a branch on a number": lambda w: float(w.detach().max()) > 1,
+    "a branch on a tensor": lambda w: (w > 1).any(),
+    "a branch on an array": lambda w: w.detach().numpy().max() > 1,
+    "a branch on a copied array": lambda w: np.asarray(w.detach()).max() > 1,
+    "a branch on a list": lambda w: max(w.tolist()) > 1,
+}
 REGRESSION, CLASSES = regression(20, 3), classification(20, 3)
 CASES = {
     "soft bounds": (soft_box, bl.Task(None, None), torch.full((1,), 0.8), 1),
@@ -48,6 +62,16 @@ CASES = {
     "trimmed squares": (trimmed, REGRESSION, torch.full((1,), -2.0), 3),
     "a dead zone": (distance_to_an_interval, REGRESSION, torch.full((1,), -2.0), 3),
 }
+CASES |= {
+    name: (lambda w, lam, data, read=read: spring(w, lam, read(w)), bl.Task(None, None), torch.full((1,), 0.8), 1)
+    for name, read in READ_BY_PYTHON.items()
+}
+CASES["a mask without a graph"] = (
+    lambda w, lam, data: 0.5 * ((w - lam) ** 2).sum() + 20 * ((w.detach() > 1).double() * (w - 1) ** 2).sum(),
+    bl.Task(None, None),
+    torch.full((1,), 0.8),
+    1,
+)
 STEPS = 25
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilevel import trees
@@ -51,6 +52,8 @@ _RULES: dict[str, Callable[..., float | tuple[float, ...]]] = {
     "var": lambda degree: 2 * degree,
 }
 
+_LEAVES_TORCH = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+
 
 def refuse_unless_quadratic(loss: Callable[[Tree], Tensor], w: Tree) -> None:
     """Raise a `BilevelError` unless ∇L is affine in w for certain; it takes a few times as long as ∇L does."""
@@ -72,7 +75,7 @@ def why_not_quadratic(loss: Callable[[Tree], Tensor], w: Tree) -> str | None:
     """
     leaves, spec = trees.flatten(w)
     points = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    with torch.enable_grad(), _Degrees(points) as degrees:
+    with torch.enable_grad(), _Degrees(points) as degrees, _Reads(degrees):
         value = loss(spec.unflatten(points))
         parts = torch.autograd.grad(value, points, allow_unused=True)
     custom = next((node for node in graph_nodes([value]) if isinstance(node, BackwardCFunction)), None)
@@ -99,6 +102,9 @@ class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A number that depends on w was read by Python, and may decide which way it takes.
         self.read = False
 
+    def note_read(self) -> None:
+        self.read, self.culprit = True, "Python reads numbers that depend on w, and may go by them"
+
     def of(self, tensor: Tensor, unknown: float = 0.0) -> float:
         return self._known.get(_memory(tensor), unknown)
 
@@ -115,7 +121,7 @@ class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 real = not degree or out.is_floating_point() or out.is_complex()
                 self._known[_memory(out)] = max(self.of(out), degree if real else math.inf)
             elif degree and out is not None:
-                self.read, self.culprit = True, "Python reads numbers that depend on w, and may go by them"
+                self.note_read()
         return result
 
     def _degree(self, func: Any, args: Any, kwargs: Any, degrees: list[float]) -> float | tuple[float, ...]:
@@ -130,6 +136,19 @@ class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if degree == math.inf and math.inf not in degrees:
             self.culprit = self.culprit or f"`{name}` of something that depends on w is not known to be a polynomial"
         return degree
+
+
+class _Reads(TorchFunctionMode):
+    """Notes what leaves torch as an array or a list, of which the dispatcher does not hear."""
+
+    def __init__(self, degrees: _Degrees) -> None:
+        super().__init__()
+        self._degrees = degrees
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LEAVES_TORCH and self._degrees.of(args[0]):
+            self._degrees.note_read()
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
