@@ -147,3 +147,87 @@ def test_the_proof_does_not_depend_on_the_number_of_steps():
         )
         counts.append(calls)
     assert counts[0] == counts[1] < 15
+
+
+LINEAR = [
+    lambda x: x.flip(0),
+    lambda x: x.cumsum(0),
+    lambda x: X[:, : len(x)] @ x if len(x) <= 5 else X.T @ x[:6],
+    lambda x: x[::2].repeat(2),
+    lambda x: torch.cat([x, -x])[: len(x)],
+    lambda x: x - x.mean(),
+    lambda x: x.roll(1) * 3 + 1,
+    lambda x: torch.where(torch.arange(len(x)) > 1, x, 2 * x),
+    lambda x: x.clone().index_fill(0, torch.tensor([0]), 2.0),
+    lambda x: F.pad(x, (1, 0))[: len(x)],
+]
+CURVED = [
+    torch.relu,
+    torch.abs,
+    torch.sin,
+    torch.sigmoid,
+    lambda x: x.clamp(-0.5, 0.5),
+    lambda x: x.sort().values,
+    lambda x: x / (1 + x * x),
+    lambda x: torch.maximum(x, x.flip(0)),
+    lambda x: x * (x > 0),
+    lambda x: x.round() * x,
+    lambda x: x**3,
+    lambda x: x.norm() * x,
+    lambda x: F.elu(x),
+    lambda x: x * x.detach().sum(),
+]
+
+
+def random_objective(generator):
+    """Up to six operations on w, some of which are no polynomials, then a sum of products."""
+
+    def draw(items):
+        return items[int(torch.randint(len(items), (), generator=generator))]
+
+    chains = []
+    for _ in range(2):
+        kinds = [draw([LINEAR, LINEAR, LINEAR, LINEAR, LINEAR, CURVED]) for _ in range(3)]
+        chains.append([draw(kind) for kind in kinds])
+    end = draw(
+        [lambda a, b: (a[:3] * b[:3]).sum(), lambda a, b: a.square().mean() + b.sum(), lambda a, b: a[:3] @ b[:3]]
+    )
+
+    def loss(w):
+        ends = []
+        for chain in chains:
+            x = w
+            for operation in chain:
+                x = operation(x)
+            ends.append(x)
+        return end(*ends)
+
+    return loss
+
+
+def is_affine(loss, generator):
+    """Whether ∇L((a + b)/2) is the mean of ∇L(a) and ∇L(b), at many a and b of all sizes."""
+
+    def slope(w):
+        w = w.detach().requires_grad_()
+        (part,) = torch.autograd.grad(loss(w), w, allow_unused=True)
+        return torch.zeros_like(w) if part is None else part
+
+    for size in (0.1, 1.0, 10.0):
+        for _ in range(5):
+            a, b = size * torch.randn(2, 5, generator=generator)
+            error = slope((a + b) / 2) - (slope(a) + slope(b)) / 2
+            if float(error.abs().max()) > 1e-9 * (1 + float(slope(a).abs().max() + slope(b).abs().max())):
+                return False
+    return True
+
+
+def test_no_random_objective_is_taken_for_a_quadratic():
+    generator = torch.Generator().manual_seed(11)
+    verdicts = {(True, True): 0, (True, False): 0, (False, True): 0, (False, False): 0}
+    for _ in range(150):
+        loss = random_objective(generator)
+        proved = why_not_quadratic(loss, torch.randn(5, generator=generator)) is None
+        verdicts[proved, is_affine(loss, generator)] += 1
+    assert verdicts[True, False] == 0
+    assert verdicts[True, True] > 20 and verdicts[False, False] > 20

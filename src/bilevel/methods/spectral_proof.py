@@ -28,7 +28,7 @@ _LINEAR = """
     add sub rsub neg sum mean cat stack copy clone detach alias lift_fresh _to_copy _conj _unsafe_view _reshape_alias
     view reshape permute t transpose unsqueeze squeeze expand repeat as_strided select slice narrow split
     split_with_sizes unbind unfold unfold_backward diagonal diagonal_copy diagonal_backward movedim flip roll tril triu
-    trace cumsum constant_pad_nd select_backward slice_backward index index_select gather masked_fill
+    trace cumsum constant_pad_nd select_backward slice_backward index index_select gather masked_fill index_fill
     index_add index_put _unsafe_index_put index_copy scatter scatter_add select_scatter slice_scatter diagonal_scatter
     as_strided_scatter where embedding embedding_dense_backward diag_embed fill zero real imag view_as_real
     view_as_complex _fft_r2c _fft_c2r _fft_c2c avg_pool1d avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d
