@@ -301,7 +301,7 @@ def that_looks_whether_it_is_recorded(loss, w, state, t):
     return update(lambda w, g: w - lr * g, w, gradient(loss, w)), state
 
 
-def that_clips_towards_zero(loss, w, state, t):
+def that_decays(loss, w, state, t):
     """Decay, which moves the limit away from ∇L = 0 without a word."""
     return update(lambda w, g: w - 0.2 * (g + 0.5 * w), w, gradient(loss, w)), state
 
@@ -328,6 +328,11 @@ class WithAFrozenStepSize(bl.GradientDescent):
 
     def heavy_ball_form(self, t):
         return None
+
+
+class WithAWrongDecay(bl.TorchOptim):
+    def slope_decay(self, t):
+        return 0.1
 
 
 class WithAWrongStationaryStep(bl.ISTA):
@@ -357,11 +362,12 @@ DYNAMICS = [
     (dynamics_of(that_rounds), "dtype of w"),
     (dynamics_of(that_drops_a_leaf), "structure"),
     (dynamics_of(that_looks_whether_it_is_recorded), "central differences|differs from Unrolled"),
-    (dynamics_of(that_clips_towards_zero), "rest where ∇L is not zero"),
+    (dynamics_of(that_decays), "rest where ∇L is not zero"),
     (WithAWrongForm(0.2, 0.6), "Spectral|heavy_ball_form"),
     (WithAHalfLearnedStepSize(0.2), r"lr learned.*λ\['setting'\].*0\.5 times"),
     (WithAFrozenStepSize(0.2), "lr learned.*no hypergradient"),
     (WithAWrongStationaryStep(0.3, bl.L1(0.05)), "not a fixed point of its stationary_step"),
+    (WithAWrongDecay(torch.optim.SGD, lr=0.2, weight_decay=0.5), r"rest where ∇L \+ 0\.1·w is not zero"),
     (KeepsAGraph(0.2), "keeps a graph"),
 ]
 

@@ -113,6 +113,7 @@ class TorchOptim(Dynamics):
             cls(torch.optim.SGD, lr=0.2, momentum=0.9),
             cls(torch.optim.Adam, lr=0.1),
             cls(torch.optim.Adagrad, lr=0.3),
+            cls(torch.optim.SGD, lr=0.2, weight_decay=0.5),
         ]
 
 

@@ -149,7 +149,8 @@ def _check_heavy_ball_form(dynamics: Dynamics) -> None:
 
 
 def _check_limit(dynamics: Dynamics) -> None:
-    """Where it comes to rest, `stationary_step` rests too; without one, ∇L is zero. `Implicit` relies on it."""
+    """Where it comes to rest, `stationary_step` rests too; without one, ∇L + `slope_decay`·w is zero. `Implicit` relies
+    on it."""
     _, loss, w = _quadratic()
     with torch.no_grad():
         state, start, moved = dynamics.init(w), w, [1.0]
@@ -159,14 +160,16 @@ def _check_limit(dynamics: Dynamics) -> None:
             moved.append(float(trees.norm(trees.subtract(w, before))))
         if max(moved[-20:]) > 1e-9:
             return
-        fixed, slope = dynamics.stationary_step(loss, w, len(moved)), gradient(loss, w)
+        t = len(moved)
+        fixed, decay = dynamics.stationary_step(loss, w, t), dynamics.slope_decay(t)
         if fixed is not None:
             agree(fixed, w, 1e-6, f"{dynamics}: its limit is not a fixed point of its stationary_step", "w")
         else:
+            slope = trees.map(lambda g, x: g + decay * x, gradient(loss, w), w)
             ratio = float(trees.norm(slope) / trees.norm(gradient(loss, start)))
             assert ratio <= 1e-6, (
-                f"{dynamics} comes to rest where ∇L is not zero ({ratio:.2g} of what it was at the start), and has no "
-                "stationary_step that would say where. Implicit differentiation would be wrong without a word"
+                f"{dynamics} comes to rest where ∇L{f' + {decay:g}·w' if decay else ''} is not zero ({ratio:.2g} of "
+                "what it was at the start). Let stationary_step or slope_decay say where it rests; Implicit() needs it"
             )
 
 
