@@ -33,6 +33,17 @@ def test_unseeded_dropout_is_refused(method):
         bl.hypergradient(random, LAM, TASK, dynamics=bl.HeavyBall(0.1, 0.5), steps=30, method=method)
 
 
+def test_a_first_step_that_hides_the_noise():
+    """At the start every weight goes to a bound, whatever the mask; later it need not."""
+    random = problem(lambda x: F.dropout(x, 0.5))
+
+    def step(loss, w, state, t):
+        return trees.map(lambda w, g: (w - 0.01 * g).clamp(0.2, 0.3), w, bl.gradient(loss, w)), state
+
+    with pytest.raises(bl.BilevelError, match="gradient of the inner objective"):
+        bl.hypergradient(random, LAM, TASK, dynamics=step, steps=30)
+
+
 @pytest.mark.parametrize("condition", ["auto", "fixed-point"])
 def test_dropout_that_is_switched_on_later(condition):
     """Checks are remembered, so Implicit asks at every call."""

@@ -8,16 +8,21 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError
 from bilevel.methods.process import Process, State
 
 
 def check_purity(process: Process, state: State) -> None:
-    """Run the first step twice; once per problem, for all methods alike."""
+    """Run the first step twice; once per problem, for all methods alike. ∇L is asked too: a projection, a sign or a
+    clipped slope may hide at the first step that it is random."""
     if process.steps:
-        t = process.times[0]
+        t, bound = process.times[0], process.bound
         with torch.no_grad():
-            refuse_impure(process.bound.step(state, t), process.bound.step(state, t), f"Step {t} gave another result")
+            refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
+            if "inner is not used" not in process.findings:
+                slopes = [gradient(bound.loss(t), state[0]) for _ in range(2)]
+                refuse_impure(*slopes, f"The gradient of the inner objective at step {t} was another")
 
 
 def refuse_impure(first: Any, again: Any, what: str) -> None:
