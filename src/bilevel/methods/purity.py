@@ -21,8 +21,8 @@ def check_purity(process: Process, state: State) -> None:
         with torch.no_grad():
             refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
             if "inner is not used" not in process.findings:
-                slopes = [gradient(bound.loss(t), state[0]) for _ in range(2)]
-                refuse_impure(*slopes, f"The gradient of the inner objective at step {t} was another")
+                first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
+                refuse_impure(first, again, f"The gradient of the inner objective at step {t} was another")
 
 
 def refuse_impure(first: Any, again: Any, what: str) -> None:
