@@ -104,6 +104,8 @@ def _ignored_part(move: Callable[[Tensor], Tensor], slope: Tensor, gains: Tensor
     What the step follows is taken off, and what is left tried again. For gradient descent nothing is left after the
     first time, and for a projection what is normal to the set.
     """
+    if float(move(slope).norm()) < 1e-3 * float((gains * slope).norm()):
+        return 1.0  # at rest, whatever weights too small to be seen do: mirror descent has some at a corner
     left, whole, before = slope, float(slope.norm()), math.inf
     for _ in range(30):
         followed = torch.where(gains > 0, -move(left) / gains, 0)
