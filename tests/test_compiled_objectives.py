@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import bilevel as bl
 from bilevel.testing import relative_error
@@ -103,9 +104,28 @@ def test_a_compiled_module_and_second_derivatives(backend):
     assert relative_error(hessian(call), hessian(apply)) < 1e-9
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_second_derivative_of_what_is_compiled_in_the_outer_objective(backend):
-    problems = [bl.Problem(inner, each, init) for each in (outer, compiled(outer, backend))]
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_tuning_with_a_compiled_loss_or_model(backend):
+    """The loss of a classifier keeps buffers that compiled code gives back after one pass."""
+
+    def network():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+
+    labels = (X + 0.3 * Y[:, None]).argmax(1)
+    train, val = (DataLoader(TensorDataset(X[part], labels[part]), batch_size=5) for part in (slice(10), slice(10, 20)))
+
+    def tuned(model, loss):
+        settings = {"steps": 6, "iterations": 3, "lr": 0.3, "progress": False}
+        return bl.tune(model, loss, [bl.tuning.WeightDecay(0.01)], train, val, **settings).values["weight_decay"]
+
+    expected = tuned(network(), torch.nn.functional.cross_entropy)
+    assert tuned(network(), compiled(torch.nn.functional.cross_entropy, backend)) == pytest.approx(expected, rel=1e-10)
+    assert tuned(compiled(network(), backend), torch.nn.functional.cross_entropy) == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_second_derivative_of_what_is_compiled_in_the_outer_objective():
+    problems = [bl.Problem(inner, each, init) for each in (outer, compiled(outer, "aot_eager"))]
     lam = {name: leaf.clone().requires_grad_() for name, leaf in LAM.items()}
 
     def product(problem):

@@ -21,7 +21,7 @@ from bilevel.methods.diagnosis import refuse_non_finite_data
 from bilevel.methods.limits import calls_loss, reached_at_rest
 from bilevel.methods.process import Process, call_user, live_copy, reached, what_is
 from bilevel.methods.purity import check_purity
-from bilevel.methods.recorded import counted, runs_compiled_code
+from bilevel.methods.recorded import counted, run_uncompiled
 from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.methods.verdicts import kind_of, remember
 from bilevel.problem import Problem, Task
@@ -159,9 +159,8 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
             _check_step(process, state)
             if torch.is_grad_enabled() or not value_only:
                 _check_closures(process, method, state)
-        found = {"replaced": mode.used, "compiled": runs_compiled_code(process, state)}
-        for name in (name for name, is_so in found.items() if is_so and name not in memory):
-            memory[name] = {}
+        if mode.used and "replaced" not in memory:
+            memory["replaced"] = {}
             process.bound = process.bind(process.variables)
         check_purity(process, state)
         _check_reach(process, method, state)
@@ -228,6 +227,8 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
                 context=f"λ is {trees.describe(process.lam)}; w is {trees.describe(state[0])}; "
                 f"the batch is {trees.describe(batch)}",
             )
+        if name.startswith("inner"):
+            run_uncompiled(process, value)
         if not isinstance(value, Tensor):
             raise BilevelError(
                 f"{name} returned {what_is(value)}; it must return a scalar tensor, without .item() or float()."
@@ -262,6 +263,8 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
 def _check_step(process: Process, state: Any) -> None:
     if not process.steps:
         return
+    with torch.enable_grad():
+        run_uncompiled(process, process.bound.start())
     t = process.times[0]
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
@@ -269,6 +272,7 @@ def _check_step(process: Process, state: Any) -> None:
         lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
         trees.tensors([process.variables, bound.task, state]),
     )
+    run_uncompiled(process, after)
     if not (isinstance(after, tuple) and len(after) == 2):
         raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {what_is(after)}.")
     if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:

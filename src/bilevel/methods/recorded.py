@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.methods.process import Process, State, graph_nodes, live_copy
+from bilevel.methods.process import Process, graph_nodes
+from bilevel.trees import Tree
 
 
 def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
@@ -42,15 +42,12 @@ def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
     return after, sum(sizes.values())
 
 
-def runs_compiled_code(process: Process, state: State) -> bool:
-    """Whether `torch.compile` has compiled something in the start, the inner objective or the steps.
+def run_uncompiled(process: Process, outputs: Tree) -> None:
+    """If code that `torch.compile` has compiled computed the outputs, let the problem run uncompiled from now on.
 
     torch cannot differentiate such code twice: it raises an error, or with some backends takes its second derivative
     for zero.
     """
-    if "torch._dynamo" not in sys.modules or not process.steps:
-        return False
-    t, bound, (_, live) = process.times[0], process.bound, live_copy(state)
-    with torch.enable_grad():
-        outputs = trees.tensors([bound.start(), bound.loss(t)(live[0]), bound.step(live, t)])
-    return any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(outputs))
+    if any(node.name() == "CompiledFunctionBackward" for node in graph_nodes(trees.tensors(outputs))):
+        process.problem.checked["compiled"] = {}
+        process.bound = process.bind(process.variables)
