@@ -148,6 +148,16 @@ def test_and_right_through_the_fixed_point(name):
     assert relative_error(found, numbers) < 1e-6
 
 
+@pytest.mark.parametrize("centre", [CENTRE, torch.tensor([3.0, -2.0, -1.0])], ids=["an edge", "a corner"])
+@pytest.mark.parametrize("step", [mirrored, lambda loss, w, s, t: (w * torch.exp(-0.1 * bl.gradient(loss, w)), s)])
+def test_weights_that_a_multiplicative_step_has_brought_to_zero(step, centre):
+    """They no longer move, however steep L is; in a corner of the simplex nothing does."""
+    start = torch.tensor([0.5, 0.3, 0.2])
+    call = {"dynamics": bl.StepFunction(step), "steps": 3000, "start": start}
+    with pytest.raises(bl.BilevelError, match="does not follow"):
+        bl.hypergradient(bowl(centre), LAM, TASK, method=bl.Implicit(), **call)
+
+
 def clipped(loss, w, state, t):
     slope = bl.gradient(loss, w)
     return w - 0.1 * slope / slope.norm().clamp(min=0.5), state
