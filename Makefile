@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint docs bench search clean
 
 demo: $(VENV)/installed
 	$(BIN)/bilevel demo
@@ -24,6 +24,10 @@ docs: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/run.py
+
+# Random problems, compared with differences, for as long as it takes.
+search: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m search --problems 10000
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/api docs/gallery
