@@ -14,7 +14,8 @@ SETTINGS = {"dynamics": bl.GradientDescent(0.2), "steps": 5}
 @pytest.mark.parametrize("example", examples(), ids=lambda e: e.name)
 def test_a_sound_problem(example):
     report = check_problem(example.problem, example.lam, example.task, **SETTINGS)
-    assert report.differences < (1e-3 if example.single else 1e-7) and report.methods < 1e-12
+    assert report.differences < (1e-3 if example.single else 1e-7)
+    assert report.methods < (1e-6 if example.single else 1e-12)
 
 
 def broken(**changes):
@@ -30,7 +31,7 @@ def broken(**changes):
 def test_a_derivative_that_is_not_the_slope():
     base = examples()[1].problem
     half = lambda lam: {**lam, "penalty": 0.5 * lam["penalty"] + 0.5 * lam["penalty"].detach()}  # noqa: E731
-    with pytest.raises(bl.BilevelError, match="central differences"):
+    with pytest.raises(bl.BilevelError, match=r"by autograd and .* by differences"):
         check_problem(*broken(inner=lambda w, lam, b: base.inner(w, half(lam), b)), **SETTINGS)
 
 

@@ -17,10 +17,11 @@ from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
 from bilevel.methods.base import Hypergradient, Method, Stats
-from bilevel.methods.checks import check_arguments, check_process, check_task, is_finite
+from bilevel.methods.checks import check_arguments, check_process, is_finite
 from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
+from bilevel.methods.samplers import check_task
 from bilevel.methods.twice import eagerly
 from bilevel.methods.unrolled import Unrolled, record
 from bilevel.problem import Problem, Task

@@ -43,6 +43,9 @@ class Problem:
         init: `init(lam)`, the start w_0 = Φ_0(λ); it may use λ, and is then differentiated too.
         encode: `encode(lam, task) -> task` maps a task's data once, pictures to features say. It is computed once and
             differentiated once, however many steps follow and whichever method is used.
+        check_derivatives: compare autograd's derivatives of `inner` and `outer` with differences at the first call, and
+            refuse a problem where they differ. False is for those that differ on purpose: straight-through estimators,
+            stopped gradients.
 
     >>> import torch, bilevel as bl
     >>> ridge = bl.Problem(
@@ -56,8 +59,9 @@ class Problem:
     outer: Callable[[Tree, Tree, Tree], Tensor]
     init: Callable[[Tree], Tree]
     encode: Callable[[Tree, Task], Task] | None = None
+    check_derivatives: bool = True
     # What has been checked already for this problem, so that a loop of a million calls checks once.
     checked: dict[Any, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Problem, (self.inner, self.outer, self.init, self.encode))
+        return (Problem, (self.inner, self.outer, self.init, self.encode, self.check_derivatives))

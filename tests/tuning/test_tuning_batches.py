@@ -18,7 +18,7 @@ from torch.utils.data import (
 from tuning_examples import Pictures, classes, loader
 
 from bilevel.errors import BilevelError
-from bilevel.methods.checks import same
+from bilevel.methods.samplers import same
 from bilevel.tuning.batches import Replay, training_data, whole
 
 LIKE = torch.zeros(())

@@ -83,10 +83,12 @@ class Method(ABC):
     Attributes:
         exact: it computes ∇f_T itself, to rounding, and not an approximation of it.
         sees_dynamics: it differentiates the steps, so that step sizes and starts can be learned.
+        second_derivatives: it differentiates gradients of the inner objective.
     """
 
     exact: ClassVar[bool] = True
     sees_dynamics: ClassVar[bool] = True
+    second_derivatives: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, process: Process) -> Hypergradient:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +14,13 @@ from bilevel.dynamics import gradient
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.base import EVERYTHING, Method, Part
 from bilevel.methods.closures import refuse_closures, refuse_views_of_lam
+from bilevel.methods.derivatives import check_derivatives
 from bilevel.methods.diagnosis import refuse_non_finite_data
 from bilevel.methods.limits import calls_loss, reached_at_rest
 from bilevel.methods.process import Process, call_user, live_copy, reached, what_is
 from bilevel.methods.purity import check_purity
 from bilevel.methods.recorded import counted, run_uncompiled
+from bilevel.methods.samplers import check_sampler, check_task
 from bilevel.methods.twice import TwiceDifferentiable
 from bilevel.methods.verdicts import kind_of, remember
 from bilevel.problem import Problem, Task
@@ -103,24 +102,6 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
-def check_task(task: Any) -> None:
-    if not isinstance(task, Task):
-        raise BilevelError(f"A task must be a bilevel.Task(train, val), but it is {what_is(task)}.")
-    if callable(task.val):
-        raise BilevelError(
-            "task.val is a function, and the outer objective is evaluated on one batch. Pass the validation batch "
-            "itself."
-        )
-    for name, tree in (("train", task.train), ("val", task.val)):
-        for index, leaf in enumerate(trees.leaves(tree)):
-            if isinstance(leaf, Tensor) and leaf.numel() == 0:
-                where = trees.paths(tree)[index]
-                raise BilevelError(
-                    f"The task is empty: task.{name}{where} has shape {list(leaf.shape)}, with no examples. Pass at "
-                    "least one."
-                )
-
-
 def check_process(process: Process, method: Method, *, value_only: bool = False) -> None:
     """Run Φ_0, one step and E once, and hold their results against what the method needs.
 
@@ -136,7 +117,7 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
             f"A result of {process.previous.stats.method} cannot be continued: it never had velocities. Compute it "
             "with Reverse() or Forward()."
         )
-    _check_sampler(process)
+    check_sampler(process)
     memory = process.problem.checked
     method.check(process)
     key = (
@@ -156,43 +137,19 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         with TwiceDifferentiable() as mode:
             state = _check_start(process)
             _check_objectives(process, method, state)
-            _check_step(process, state)
+            recorded = method.second_derivatives and not value_only
+            after = _check_step(process, state, recorded)
             if torch.is_grad_enabled() or not value_only:
-                _check_closures(process, method, state)
+                _check_closures(process, method, state, recorded)
         if mode.used and "replaced" not in memory:
             memory["replaced"] = {}
             process.bound = process.bind(process.variables)
         check_purity(process, state)
-        _check_reach(process, method, state)
+        if not value_only:
+            _check_reach(process, method, state)
+            _check_derivatives(process, method, state, after)
         remember(memory, key, process.findings)
     method.look(process)
-
-
-def _check_sampler(process: Process) -> None:
-    task, sampler, memory = process.bound.task, process.task.train, process.problem.checked
-    if not callable(task.train) or not process.steps:
-        return
-    known = memory.get(("sampler", id(sampler)))
-    if known is not None and known["itself"]() is sampler:
-        return
-    first, last = process.times[0], process.times[-1]
-    # An odd and an even number of calls apart, so that a sampler that cycles through two batches is noticed too.
-    one, _, again, once_more = (call_user("task.train", task.batch, t) for t in (first, last, first, first))
-    check_task(Task(one, task.val))
-    if not (same(one, again) and same(one, once_more)):
-        raise BilevelError(
-            f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay "
-            "steps, so a sampler with hidden state makes them wrong. Draw the batch from t, for example with "
-            "torch.Generator().manual_seed(t), or use bilevel.Minibatches(data, size)."
-        )
-    if reached(trees.leaves(one), process.variables[: process.outer_count]):
-        raise BilevelError(
-            "encode returned a task whose `train` is a function that closes over tensors made from λ; their gradient "
-            "would be lost. Let train be a bilevel.Minibatches over the encoded data, or a batch."
-        )
-    with contextlib.suppress(TypeError):
-        # Weakly, because a sampler may hold a whole data set; what cannot be referred to weakly is checked every time.
-        remember(memory, ("sampler", id(sampler)), {"itself": weakref.ref(sampler)})
 
 
 def _check_start(process: Process) -> Any:
@@ -260,18 +217,31 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
             )
 
 
-def _check_step(process: Process, state: Any) -> None:
+def _check_derivatives(process: Process, method: Method, state: Any, after: Any) -> None:
+    """Once for all methods that need them and all dynamics."""
+    used = bool(process.steps) or _looks_at_w_t(method, method.sees(process))
+    second = method.second_derivatives and used and "inner is not used" not in process.findings
+    task = process.bound.task
+    key = "derivatives", second, kind_of(process.variables), kind_of([task.train, task.val])
+    if process.problem.check_derivatives and key not in process.problem.checked:
+        check_derivatives(process, state, after, second)
+        remember(process.problem.checked, key, {})
+
+
+def _check_step(process: Process, state: Any, recorded: bool) -> Any:
+    """The state after one step."""
     if not process.steps:
-        return
+        return state
     with torch.enable_grad():
         run_uncompiled(process, process.bound.start())
     t = process.times[0]
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
-    after, process.findings["graph bytes"] = counted(
-        lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
-        trees.tensors([process.variables, bound.task, state]),
-    )
+    with torch.set_grad_enabled(recorded):
+        after, process.findings["graph bytes"] = counted(
+            lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
+            trees.tensors([process.variables, bound.task, state]),
+        )
     run_uncompiled(process, after)
     if not (isinstance(after, tuple) and len(after) == 2):
         raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {what_is(after)}.")
@@ -286,9 +256,10 @@ def _check_step(process: Process, state: Any) -> None:
                 f"The dynamics changed w{path} from {trees.describe(old)} to {trees.describe(new)}. Do its settings or "
                 "λ have another shape, dtype or device than w? A value per weight must have w's shape."
             )
+    return after
 
 
-def _check_closures(process: Process, method: Method, state: Any) -> None:
+def _check_closures(process: Process, method: Method, state: Any, recorded: bool) -> None:
     """What requires grad must come in through the arguments."""
     bound = process.bound
     leaves, live = live_copy(state)
@@ -301,7 +272,8 @@ def _check_closures(process: Process, method: Method, state: Any) -> None:
         if process.steps or _looks_at_w_t(method, method.sees(process)):
             t = (process.times or FIRST)[0]
             refuse_closures(process, "inner", lambda: bound.loss(t)(live[0]), leaves)
-            refuse_closures(process, "dynamics", lambda: bound.step(live, t), leaves)
+            if recorded:
+                refuse_closures(process, "dynamics", lambda: bound.step(live, t), leaves)
 
 
 def _check_reach(process: Process, method: Method, state: Any) -> None:
@@ -361,6 +333,11 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
         # With allow_unused a leaf that one step does not reach may stay unreached; otherwise later steps are asked.
         times = process.times or (FIRST if _looks_at_w_t(method, method.sees(process)) else FIRST[:0])
         for t in times[:1] if process.allow_unused else times:
+            if not method.second_derivatives:
+                # The step need not be differentiable; what is said is read off the objective and the settings.
+                note("the inner objective", bound.loss(t)(state[0]))
+                note("the dynamics", list(vars(bound.dynamics).values()))
+                break
             if "inner is not used" not in process.findings:
                 note("the inner objective", gradient(bound.loss(t), state[0]))
             at_rest = bound.dynamics.stationary_step(bound.loss(t), state[0], t)
@@ -372,17 +349,3 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
             if set().union(*reach.values()) >= wanted:
                 break
     return reach
-
-
-def same(one: Tree, two: Tree) -> bool:
-    """Whether two batches hold the same numbers."""
-    left, right = trees.flatten(one), trees.flatten(two)
-    if left[1] != right[1]:
-        return False
-    for a, b in zip(left[0], right[0], strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all()):
-                return False
-        elif a is not b and not bool(np.all(np.asarray(a == b))):
-            return False
-    return True

@@ -19,6 +19,7 @@ class FirstOrder(Method):
 
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
+    second_derivatives: ClassVar[bool] = False
 
     def sees(self, process: Process) -> frozenset[Part]:
         return frozenset({"the outer objective"})

@@ -12,7 +12,7 @@ from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.methods.base import Hypergradient, Method
 from bilevel.methods.process import Gradients, Process, live_copy
-from bilevel.methods.products import jacobian_vector_products
+from bilevel.methods.products import are_transposed, jacobian_vector_products
 from bilevel.trees import Tree
 
 # Tangents beyond this fall out of the cache, and every operation on them then waits for memory.
@@ -36,6 +36,36 @@ class Forward(Method):
     def check(self, process: Process) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise BilevelError(f"Forward(chunk={self.chunk}) propagates nothing; pass chunk ≥ 1 or None.")
+
+    def look(self, process: Process) -> None:
+        """Once per problem: are the products of this method those of reverse mode?"""
+        if "transposed" in process.findings or not process.problem.check_derivatives:
+            return
+        bound, variables = process.bound, process.variables
+        with torch.enable_grad():
+            start = bound.start()
+            # After a step, because derivatives may vanish where w is 0.
+            leaves, live = live_copy(bound.step(start, process.times[0]) if process.steps else start)
+            after = bound.step(live, process.times[0]) if process.steps else ()
+        inputs = [leaf for leaf in leaves if trees.is_variable(leaf)] + variables
+        parts = {"encode": process.encoded, "init": trees.leaves(start), "dynamics": trees.leaves(after)}
+        for name, outputs in parts.items():
+            try:
+                fine = are_transposed(outputs, variables[: process.outer_count] if name == "encode" else inputs)
+            except RuntimeError as error:
+                if name == "encode":
+                    continue  # `push_forward` says what is wrong
+                raise BilevelError(
+                    f"Forward cannot differentiate {name} twice, as it has to. torch says: {str(error).rstrip('.')}. "
+                    "Use Reverse(), which differentiates it once."
+                ) from error
+            if not fine:
+                raise BilevelError(
+                    f"Forward cannot differentiate {name}: something in it can be differentiated once only and does "
+                    "not say so, such as a custom autograd.Function with once_differentiable. Use Reverse(), which "
+                    "differentiates it once."
+                )
+        process.findings["transposed"] = True
 
     def __call__(self, process: Process) -> Hypergradient:
         bound, variables = process.bound, process.variables

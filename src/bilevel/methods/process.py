@@ -188,7 +188,7 @@ class Bound:
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
         self._start, self._previous = process.start, process.previous
         # Known from the first check of the problem.
-        self._around = surroundings(problem.checked)
+        self.around = surroundings(problem.checked)
         with torch.enable_grad():
             self.dynamics = call_user("the function of λ passed as dynamics", process.dynamics, self.lam)
 
@@ -196,7 +196,7 @@ class Bound:
         """Φ_0(λ) with fresh auxiliary variables, or the state that the process was told to continue from."""
         if self._previous is not None:
             return trees.detach(self._previous.state)
-        with self._around():
+        with self.around():
             w = self._init(self.lam) if self._start is None else trees.detach(self._start)
         # When w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not pick up ∂L/∂λ.
         w = trees.map(_own_copy, w)
@@ -204,7 +204,7 @@ class Bound:
 
     def loss(self, t: int) -> Callable[[Tree], Tensor]:
         """L_λ on the batch of step t, as a function of w."""
-        inner, lam, batch, around = self.inner, self.lam, self.task.batch(t), self._around
+        inner, lam, batch, around = self.inner, self.lam, self.task.batch(t), self.around
 
         def loss(w: Tree) -> Tensor:
             with around():
@@ -217,11 +217,11 @@ class Bound:
         if not self.dynamics.leafwise and torch.is_grad_enabled():
             # The step before may have computed a leaf of w from another one, or from λ, and ∇_w L must not follow that.
             w = w.view_as(w) if isinstance(w, Tensor) else trees.map(lambda leaf: leaf.view_as(leaf), w)
-        with self._around():
+        with self.around():
             return self.dynamics.step(self.loss(t), w, state[1], t)
 
     def outer(self, state: State) -> Tensor:
-        with self._around():
+        with self.around():
             return self._outer(state[0], self.lam, self.task.val)
 
 

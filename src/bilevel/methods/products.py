@@ -33,6 +33,31 @@ def jacobian_vector_products(
     return [next(pushed) if isinstance(out, Tensor) and out.requires_grad else None for out in outputs]
 
 
+def are_transposed(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
+    """Whether `jacobian_vector_products` and reverse mode belong to one Jacobian: ⟨u, J v⟩ = ⟨uᵀJ, v⟩ for random u, v.
+
+    They do not where an operation can be differentiated once only, without saying so.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
+    if not heads:
+        return True
+    u, v = [noise(head) for head in heads], [noise(leaf) for leaf in inputs]
+    pushed = jacobian_vector_products(heads, inputs, [part.unsqueeze(0) for part in v])
+    pulled = torch.autograd.grad(heads, inputs, u, allow_unused=True, retain_graph=True)
+    sides = [
+        [float((a * b).sum()) for a, b in zip(side, noises, strict=True) if a is not None]
+        for side, noises in ((pushed, u), (pulled, v))
+    ]
+    size = sum(abs(term) for side in sides for term in side)
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (*heads, *inputs))
+    return not abs(sum(sides[0]) - sum(sides[1])) > eps**0.5 * size
+
+
 def batched_grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], **options: Any
 ) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from bilevel.trees import Tree
 
 
 def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
-    """The result of a recorded step, and how many bytes its graph keeps alive besides the tensors `given`; `Unrolled`
+    """The result of a step, and how many bytes its graph keeps alive besides the tensors `given`; `Unrolled`
     holds T of these."""
     sizes: dict[Any, int] = {}
 
@@ -25,17 +25,16 @@ def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.enable_grad():
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-                after = step()
-        except (BilevelError, RuntimeError):
-            # Such hooks and torch.func exclude each other. A step that fails without them too says so here.
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             after = step()
-            for node in graph_nodes(trees.tensors(after)):
-                for name in dir(node):
-                    if name.startswith("_saved_") and isinstance(saved := getattr(node, name), Tensor):
-                        sizes[id(node), name] = saved.numel() * saved.element_size()
+    except (BilevelError, RuntimeError):
+        # Such hooks and torch.func exclude each other. A step that fails without them too says so here.
+        after = step()
+        for node in graph_nodes(trees.tensors(after)):
+            for name in dir(node):
+                if name.startswith("_saved_") and isinstance(saved := getattr(node, name), Tensor):
+                    sizes[id(node), name] = saved.numel() * saved.element_size()
     for tensor in given:
         if tensor.layout == torch.strided:
             sizes.pop(tensor.untyped_storage().data_ptr(), None)

@@ -112,5 +112,6 @@ def stack(problem: Problem, tasks: list[Task]) -> tuple[Problem, Task]:
         inner=lambda w, lam, batches: inner(w, lam, batches).sum(),
         outer=lambda w, lam, batches: outer(w, lam, batches).mean(),
         init=lambda lam: trees.map(lambda leaf: leaf.expand(count, *leaf.shape).clone(), problem.init(lam)),
+        check_derivatives=problem.check_derivatives,
     )
     return stacked, Task(join([task.train for task in tasks]), join([task.val for task in tasks]))

@@ -8,7 +8,7 @@ import torch
 
 from bilevel import trees
 from bilevel.constraints import Constraint
-from bilevel.methods.checks import same
+from bilevel.methods.samplers import same
 from bilevel.trees import Tree
 
 

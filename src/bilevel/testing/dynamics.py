@@ -12,7 +12,7 @@ from bilevel.dynamics import Dynamics, gradient
 from bilevel.dynamics.base import Loss
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
-from bilevel.methods.checks import same
+from bilevel.methods.samplers import same
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.testing.differences import agree

@@ -15,8 +15,9 @@ from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.hypergradients import hypergradient
 from bilevel.methods import Hypergradient, Method
 from bilevel.methods.base import EVERYTHING
-from bilevel.methods.checks import check_process, same
+from bilevel.methods.checks import check_process
 from bilevel.methods.reverse import Reverse
+from bilevel.methods.samplers import same
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.testing.differences import agree

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers import LinearSolution, LinearSolver, Operator
-from bilevel.methods.checks import same
+from bilevel.methods.samplers import same
 from bilevel.testing.differences import agree
 
 SIZE = 12

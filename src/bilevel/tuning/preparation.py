@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ def prepare(
     lr: float | None = None,
     momentum: float | None = None,
     seed: int = 0,
+    check_derivatives: bool = True,
 ) -> Prepared:
     """The bilevel problem that `tune` solves; the arguments are those of `tune`.
 
@@ -150,7 +151,8 @@ def prepare(
     _warn_of_unseen_examples(declared, data, steps)
     assembly.look_for_randomness(data(1) if isinstance(data, Replay) else data, everything)
     training = SameBatch(data, seed) if assembly.random and isinstance(data, Batch) else data
-    return Prepared(assembly.problem(), Task(training, everything), steps, space, network, seed, assembly, data, train)
+    problem = replace(assembly.problem(), check_derivatives=check_derivatives)
+    return Prepared(problem, Task(training, everything), steps, space, network, seed, assembly, data, train)
 
 
 def _assemble(

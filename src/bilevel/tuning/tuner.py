@@ -48,6 +48,7 @@ def tune(
     callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
     seed: int = 0,
     progress: bool | None = None,
+    check_derivatives: bool = True,
 ) -> Tuned:
     """Tune the hyperparameters of any torch model by gradient: min over λ of val_loss(w_T), T training steps from w_0.
 
@@ -94,6 +95,8 @@ def tune(
         callbacks: called with a `bilevel.outer_loop.Iteration` before every update; one that returns True stops.
         seed: of everything random.
         progress: show a progress bar; None shows one on a terminal.
+        check_derivatives: refuse a model or a loss whose derivatives are not what autograd says, as `Problem` does;
+            False is for straight-through estimators, such as those of quantisation.
 
     With the same data in every hyperiteration, the default, f_T is one function and the best hyperparameters are
     returned; with batches="new" or validation="minibatch" the last ones, trained and judged on the data of `seed`.
@@ -130,6 +133,7 @@ def tune(
         val_loss=val_loss,
         steps=steps,
         dynamics=dynamics,
+        check_derivatives=check_derivatives,
         lr=lr,
         momentum=momentum,
         seed=seed,
