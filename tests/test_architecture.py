@@ -10,7 +10,7 @@ ROOT = Path(bilevel.__file__).parent
 # Rooms in the order in which they may import each other: a room sees itself and everything before it.
 ORDER = [
     {"errors", "trees", "discovery", "progress", "origin", "side_by_side"},
-    {"problem", "modules", "recomputed"},
+    {"problem", "modules", "recomputed", "structures"},
     {"dynamics", "linear_solvers", "constraints", "tasks", "data", "models"},
     {"methods"},
     {"hypergradients"},

@@ -37,6 +37,7 @@ from .linear_solvers.nystrom import Nystrom as Nystrom
 from .meta.hyper_representation import HyperRepresentation as HyperRepresentation
 from .methods.base import Hypergradient as Hypergradient
 from .methods.base import Method as Method
+from .methods.dual_descent import DualDescent as DualDescent
 from .methods.first_order import FirstOrder as FirstOrder
 from .methods.forward import Forward as Forward
 from .methods.implicit import Implicit as Implicit
@@ -50,6 +51,7 @@ from .outer_loop import Solution as Solution
 from .outer_loop import solve as solve
 from .problem import Problem as Problem
 from .problem import Task as Task
+from .structures.linear_classifiers import LinearClassifiers as LinearClassifiers
 from .tasks.cross_validation import CrossValidation as CrossValidation
 from .tasks.episodes import Episodes as Episodes
 from .tasks.episodes import EpisodeSampler as EpisodeSampler

@@ -19,11 +19,13 @@ from bilevel.meta.classifier import FewShotClassifier
 from bilevel.meta.representation import CENTRE, LENGTH, Representation
 from bilevel.meta.saved_learner import SavedLearner
 from bilevel.methods.base import Method
+from bilevel.methods.dual_descent import DualDescent
 from bilevel.methods.reverse import Reverse
 from bilevel.models import build, heads
 from bilevel.models._allocator import keep_freed_memory
 from bilevel.models.batch_norm import MODES, Mode
 from bilevel.problem import Problem, Task
+from bilevel.structures.linear_classifiers import LinearClassifiers
 
 Batch = tuple[Tensor, Tensor]
 # Features of one length begin with this one; learning moves it.
@@ -59,7 +61,8 @@ class HyperRepresentation(SavedLearner):
         class_weight: how much of it is added to E; the queries' classes are then a third part of an episode's `val`.
         chunk: episodes whose features are in memory at once.
         seed: of the weights, when the module is a name.
-        method: how ∇f_T is computed.
+        method: how ∇f_T is computed; by default `DualDescent()` where examples are fewer than features, else
+            `Reverse()`.
 
     >>> learner = HyperRepresentation("omniglot-net", shape=(1, 28, 28))
     >>> pictures = torch.rand(6, 1, 28, 28, dtype=torch.get_default_dtype())
@@ -101,7 +104,7 @@ class HyperRepresentation(SavedLearner):
         self.representation = Representation(module, batch_norm, normalise)
         self.shape, self.steps, self.chunk = tuple(shape), steps, chunk
         self.inner_lr, self.step_bound, self.l2 = inner_lr, step_bound, l2
-        self.method = method if method is not None else Reverse()
+        self.method = method
         self.lam = {name: value.detach().clone() for name, value in self.module.named_parameters()}
         if not self.lam:
             raise BilevelError("The module has no parameters, so there is no representation to learn.")
@@ -175,18 +178,14 @@ class HyperRepresentation(SavedLearner):
             support, query = self.represent_episodes(lam, images, queries, ways, training=True)
             return Task((support, labels), (query, *answers))
 
-        def inner(w: Tensor, lam: Any, batch: Batch) -> Tensor:
-            loss = heads.cross_entropy(w, *batch)
-            return loss + self.l2 / 2 * w.square().sum() if self.l2 else loss
-
         def outer(w: Tensor, lam: Any, batch: tuple[Tensor, ...]) -> Tensor:
-            loss = heads.cross_entropy(w, *batch[:2]) / episodes
+            loss = LinearClassifiers()(w, lam, (batch[0], batch[1])) / episodes
             return loss + self._beside(lam, batch[0], batch[2]) if self.class_weight else loss
 
         def init(lam: dict[str, Tensor]) -> Tensor:
             return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
 
-        return Problem(inner, outer, init, encode)
+        return Problem(LinearClassifiers(self.l2), outer, init, encode)
 
     def _beside(self, lam: Mapping[str, Tensor], features: Tensor, classes: Tensor) -> Tensor:
         """The part of E that knows all classes; the constant feature is not the classifier's."""
@@ -240,37 +239,13 @@ class HyperRepresentation(SavedLearner):
         return [Task(*pair) for pair in zip(*parts, strict=True)]
 
     def _of_chunk(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
-        found = self._by_hand(task)
-        if found is not None:
-            return found
-        # The general way, which also says what is wrong.
-        problem = self.problem(len(task.train[0]), int(task.train[1].max()) + 1)
-        result = hypergradient(problem, self.lam, task, dynamics=self.dynamics, steps=self.steps, method=self.method)
+        images, labels = task.train
+        method = self.method
+        if method is None:  # with few examples, their span is smaller than the space of features
+            method = DualDescent() if images.shape[1] <= self.features else Reverse()
+        problem = self.problem(len(images), int(labels.max()) + 1)
+        result = hypergradient(problem, self.lam, task, dynamics=self.dynamics, steps=self.steps, method=method)
         return result.value, result.grad
-
-    def _by_hand(self, task: Task) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """With few examples the steps and their adjoint are written out; None where the general way is needed."""
-        (images, labels), (queries, answers, *classes) = task.train, task.val
-        if self.method != Reverse() or images.shape[1] > self.features:
-            return None
-        lam = {name: value.detach().requires_grad_() for name, value in self.lam.items()}
-        ways = int(labels.max()) + 1
-        with torch.enable_grad():
-            features = self.represent_episodes(lam, images, queries, ways, training=True)
-        if not all(x.requires_grad for x in features):
-            return None
-        known, asked = (x.detach() for x in features)
-        descent = heads.Descent(self.steps, self.inner_lr, self.l2)
-        value, of_known, of_asked = descent.outer(known, labels, asked, answers, ways)
-        outputs, back = list(features), [of_known, of_asked]
-        if self.class_weight:
-            with torch.enable_grad():
-                outputs.append(self._beside(lam, features[1], classes[0]))
-            value, back = value + outputs[-1].detach(), [*back, torch.ones_like(value)]
-        grads = torch.autograd.grad(outputs, list(lam.values()), back, allow_unused=True)
-        if any(g is None for g in grads) or not all(bool(x.isfinite().all()) for x in (value, *grads)):
-            return None  # the general way says what is wrong
-        return value, dict(zip(lam, grads, strict=True))
 
     def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
         """A classifier from a few labelled images, by the T steps that the representation was learned for.

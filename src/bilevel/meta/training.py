@@ -24,8 +24,8 @@ from bilevel.meta.hyper_representation import HyperRepresentation
 from bilevel.meta.representation import CENTRE
 from bilevel.meta.settings import Settings
 from bilevel.meta.stages import continued
+from bilevel.methods.base import Method
 from bilevel.methods.first_order import FirstOrder
-from bilevel.methods.reverse import Reverse
 from bilevel.problem import Task
 from bilevel.side_by_side import one_thread
 from bilevel.tasks.augmentation import Augmentation
@@ -34,7 +34,8 @@ from bilevel.training.distributed import World
 from bilevel.training.folder import RunFolder
 from bilevel.training.stopping import StopRequest
 
-METHODS = {"reverse": Reverse(), "first-order": FirstOrder()}
+# None is the learner's own choice among the exact methods.
+METHODS: dict[str, Method | None] = {"reverse": None, "first-order": FirstOrder()}
 # Validation and test episodes must not be training's, and every split needs its own stream.
 STREAMS = {"train": 0, "val": 1, "test": 2}
 RUNNING_MOMENTUM = 0.1

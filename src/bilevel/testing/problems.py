@@ -11,6 +11,7 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.methods.base import Part
 from bilevel.problem import Problem, Task
+from bilevel.structures.linear_classifiers import LinearClassifiers
 from bilevel.tasks.minibatches import Minibatches
 from bilevel.trees import Tree
 
@@ -52,8 +53,8 @@ class Example:
 
 
 def examples() -> list[Example]:
-    """A quadratic, a smooth problem, the smooth one on minibatches and in float32, pieces with kinks, an encoder, and
-    nested trees."""
+    """A quadratic, a smooth problem, the smooth one on minibatches and in float32, pieces with kinks, an encoder,
+    linear classifiers that declare their structure, and nested trees."""
     data, val, lam = _data()
     smooth = Problem(inner=_smooth_inner, outer=_outer, init=_init)
     return [
@@ -62,6 +63,7 @@ def examples() -> list[Example]:
         Example("minibatches", smooth, lam, Task(Minibatches(data, size=5, seed=3), val)),
         Example("piecewise", Problem(_piecewise_inner, _kinked_outer, _init), lam, Task(data, val)),
         encoded(),
+        classifiers(),
         nested(),
         replace(Example("smooth", smooth, lam, Task(data, val)).to(torch.float32), name="float32"),
     ]
@@ -107,6 +109,36 @@ def encoded() -> Example:
     task = Task((normal(6, 3), normal(6)), (normal(4, 3), normal(4)))
     places: dict[str, frozenset[Part]] = {"map": PLACES["shift"], "penalty": PLACES["penalty"]}
     return Example("encode", problem, lam, task, quadratic=True, enters=places, written=written)
+
+
+def classifiers() -> Example:
+    """Two episodes of three classes on features tanh(x @ λ), with a class weight in the outer objective."""
+    normal = _normal(19)
+    lam = {"map": normal(3, 7) * 0.6, "weights": normal(3) * 0.3}
+    inner = LinearClassifiers(l2=0.5)
+
+    def features(lam: Tree, batch: Tree) -> Tree:
+        return torch.tanh(batch[0] @ lam["map"]), batch[1]
+
+    def outer(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+        probabilities = torch.log_softmax(batch[0] @ w, -1).gather(-1, batch[1][..., None])[..., 0]
+        return -(torch.softmax(lam["weights"], 0)[batch[1]] * probabilities).mean()
+
+    problem = Problem(
+        inner=inner,
+        outer=outer,
+        init=lambda lam: torch.zeros(2, 7, 3, dtype=lam["map"].dtype),
+        encode=lambda lam, task: Task(features(lam, task.train), features(lam, task.val)),
+    )
+    written = Problem(
+        inner=lambda w, lam, batch: inner(w, lam, features(lam, batch)),
+        outer=lambda w, lam, batch: outer(w, lam, features(lam, batch)),
+        init=problem.init,
+    )
+    labels = torch.tensor([[0, 1, 2, 1], [2, 0, 1, 0]])
+    task = Task((normal(2, 4, 3), labels), (normal(2, 4, 3), labels.flip(0)))
+    places: dict[str, frozenset[Part]] = {"map": PLACES["shift"], "weights": frozenset({"the outer objective"})}
+    return Example("classifiers", problem, lam, task, enters=places, written=written)
 
 
 def nested() -> Example:

@@ -1,11 +1,10 @@
-"""The adjoint that is written out, threads, and what is left to the engine."""
+"""The method that a learner chooses, threads, and what the engine refuses."""
 
 import pytest
 import torch
 from torch import nn
 
 import bilevel as bl
-from bilevel.models import heads
 from small_learner import SHAPE, episodes, learner, network
 
 
@@ -30,34 +29,35 @@ def test_the_number_of_threads_changes_no_bit(mode):
     assert torch.equal(changed, hyper.hypergradient(batch)[0]) and not torch.equal(changed, value)
 
 
-@pytest.mark.parametrize(("ways", "shots", "features"), [(5, 1, 20), (3, 4, 30), (2, 3, 6)])
-@pytest.mark.parametrize("l2", [0.0, 0.3])
-@pytest.mark.parametrize("steps", [1, 7])
-def test_the_steps_and_their_adjoint_by_hand_are_autograds(ways, shots, features, l2, steps):
-    generator = torch.Generator().manual_seed(7)
-    support, query = (torch.randn(4, n, features, generator=generator).requires_grad_() for n in (ways * shots, 9))
-    labels = torch.arange(ways).repeat(shots).expand(4, -1)
-    answers = torch.randint(ways, (4, 9), generator=generator)
-    w = torch.zeros(4, features, ways)
-    for _ in range(steps):
-        leaf = w if w.requires_grad else w.requires_grad_()
-        loss = heads.cross_entropy(leaf, support, labels) + l2 / 2 * leaf.square().sum()
-        w = leaf - 0.3 * torch.autograd.grad(loss, leaf, create_graph=True)[0]
-    plain = heads.cross_entropy(w, query, answers) / 4
-    expected = torch.autograd.grad(plain, (support, query))
-    value, *grads = heads.Descent(steps, 0.3, l2).outer(support.detach(), labels, query.detach(), answers, ways)
-    assert torch.allclose(value, plain, rtol=1e-13)
-    for one, other in zip(grads, expected, strict=True):
-        assert torch.allclose(one, other, rtol=1e-10, atol=1e-14)
-
-
-def test_more_examples_than_features_go_the_general_way(monkeypatch):
-    batch, hyper = episodes(), learner()
+def test_more_examples_than_features_are_not_taken_to_their_span(monkeypatch):
+    batch, hyper = episodes(shots=1), learner()
     expected = learner(method=bl.Unrolled()).hypergradient(batch)[0]
+    used = []
+    monkeypatch.setattr(
+        "bilevel.meta.hyper_representation.hypergradient",
+        lambda *arguments, **options: used.append(options["method"]) or bl.hypergradient(*arguments, **options),
+    )
+    assert torch.allclose(hyper.hypergradient(batch)[0], expected, rtol=1e-12)
     hyper.features = 2  # fewer than the examples
-    monkeypatch.setattr(heads, "Descent", None)
     hyper.problem = learner().problem
     assert torch.allclose(hyper.hypergradient(batch)[0], expected, rtol=1e-12)
+    assert used == [bl.DualDescent(), bl.Reverse()]
+
+
+def test_a_method_that_cannot_be_is_refused():
+    with pytest.raises(bl.BilevelError, match=r"Reverse\(checkpoints=-5\) is not possible"):
+        learner(method=bl.Reverse(checkpoints=-5)).hypergradient(episodes())
+
+
+def test_an_error_of_the_network_is_not_hidden(monkeypatch):
+    hyper, batch = learner(), episodes()
+
+    def broken(*arguments, **options):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(hyper.representation, "episodes", broken)
+    with pytest.raises(bl.BilevelError, match="planted"):
+        hyper.hypergradient(batch)
 
 
 def test_one_tensor_may_be_both_sets_with_other_answers():
