@@ -84,11 +84,13 @@ class Method(ABC):
         exact: it computes ∇f_T itself, to rounding, and not an approximation of it.
         sees_dynamics: it differentiates the steps, so that step sizes and starts can be learned.
         second_derivatives: it differentiates gradients of the inner objective.
+        structure: the inner objective that it is written for, a class of `bilevel.structures`; None for any.
     """
 
     exact: ClassVar[bool] = True
     sees_dynamics: ClassVar[bool] = True
     second_derivatives: ClassVar[bool] = True
+    structure: ClassVar[type | None] = None
 
     @abstractmethod
     def __call__(self, process: Process) -> Hypergradient:

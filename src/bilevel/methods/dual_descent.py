@@ -27,6 +27,9 @@ class DualDescent(Method):
     ∇E in Φ is three matrix products at the end. E may be any outer objective.
     """
 
+    sees_dynamics = False
+    structure = LinearClassifiers
+
     def sees(self, process: Process) -> frozenset[Part]:
         return frozenset({"the inner objective", "the outer objective"})
 

@@ -48,7 +48,7 @@ class Example:
 
     def to(self, dtype: torch.dtype) -> Example:
         """The same example in another precision."""
-        lam, task = trees.map(lambda leaf: leaf.to(dtype), (self.lam, self.task))
+        lam, task = trees.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, (self.lam, self.task))
         return replace(self, lam=lam, task=task)
 
 
