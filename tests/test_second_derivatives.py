@@ -89,7 +89,7 @@ def test_every_exact_method_has_the_hessian_of_f_t(method):
 DYNAMICS = [each for cls in dynamics.find().values() for each in cls.examples()]
 
 
-@pytest.mark.parametrize("each", DYNAMICS, ids=repr)
+@pytest.mark.parametrize("each", DYNAMICS, ids=lambda each: type(each).__name__)
 def test_every_dynamics_has_the_hessian_of_its_run(each):
     """Products with the Hessian against differences of the gradient along the same direction."""
     for example in examples():

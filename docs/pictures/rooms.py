@@ -16,7 +16,7 @@ LAYERS = [
     (["hypergradients"], BLUE),
     (["methods"], BLUE),
     (["dynamics", "linear_solvers", "constraints", "tasks", "data", "models"], ORANGE),
-    (["problem", "modules", "recomputed"], ORANGE),
+    (["problem", "modules", "recomputed", "structures"], ORANGE),
     (["errors", "trees", "discovery", "progress", "origin", "side_by_side"], GREY),
 ]
 
