@@ -13,7 +13,7 @@ from bilevel.data import _scripts, load
 from bilevel.experiments import certificates
 from bilevel.experiments._certificate_subjects import head_minimiser, ridge_subject
 from bilevel.experiments.base import reproduce
-from bilevel.models import heads
+from bilevel.structures import LinearClassifiers
 
 OMNIGLOT = ("omniglot/images_background.zip", "omniglot/images_evaluation.zip")
 # Drawing all of Glyphs takes half a minute; these scripts take seconds. Only test classes are used.
@@ -98,7 +98,7 @@ def test_the_dual_solution_minimises_the_head(l2):
     features = torch.randn(6, 20, generator=generator)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     w = head_minimiser(features, labels, 3, l2).requires_grad_()
-    loss = heads.cross_entropy(w[None], features[None], labels[None]) + l2 / 2 * w.square().sum()
+    loss = LinearClassifiers(l2)(w[None], None, (features[None], labels[None]))
     (slope,) = torch.autograd.grad(loss, w)
     assert w.shape == (20, 3) and float(slope.norm()) < 1e-12
 

@@ -22,7 +22,12 @@ def problem(dropped):
 
 
 # FirstOrder looks at the outer objective only, where λ does not enter.
-METHODS = [example for name, kind in find().items() if name != "FirstOrder" for example in kind.examples()[:1]]
+METHODS = [
+    example
+    for name, kind in find().items()
+    if name != "FirstOrder" and kind.structure is None
+    for example in kind.examples()[:1]
+]
 METHODS += [bl.Implicit(newton=1e-9), bl.Implicit(condition="fixed-point"), "auto"]
 
 

@@ -140,13 +140,13 @@ def test_the_proof_does_not_depend_on_the_number_of_steps():
 
     problem = bl.Problem(inner, lambda w, lam, _: (w**2).sum(), lambda lam: torch.zeros(5))
     counts = []
-    for steps in (1000, 10_000):
+    for steps in (10, 1000, 10_000):  # the first call also pays for what is checked once
         calls = 0
         bl.hypergradient(
             problem, LAM, bl.Task(None, None), dynamics=bl.HeavyBall(0.1), steps=steps, method=bl.Spectral()
         )
         counts.append(calls)
-    assert counts[0] == counts[1] < 15
+    assert counts[1] == counts[2] < 15
 
 
 LINEAR = [
