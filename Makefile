@@ -5,13 +5,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint docs bench search clean
+.PHONY: demo test test-quick lint docs bench search clean
 
 demo: $(VENV)/installed
 	$(BIN)/bilevel demo
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --numprocesses 2
+
+# The mathematics and the small parts, in a few minutes; `make test` runs everything.
+test-quick: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

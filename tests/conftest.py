@@ -9,6 +9,38 @@ import torch
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
+# Folders and files whose tests train, compile, start processes or draw pages: `make test-quick` leaves them out.
+SLOW = {
+    *(
+        "benchmarks",
+        "cli",
+        "data",
+        "docs",
+        "estimators",
+        "examples",
+        "experiments",
+        "interoperation",
+        "peers",
+        "report",
+    ),
+    *("tabular", "training", "tuning", "search"),
+    *(
+        "test_batteries.py",
+        "test_battery_mutants.py",
+        "test_compiled.py",
+        "test_compiled_objectives.py",
+        "test_costs.py",
+    ),
+    *("test_implicit.py", "test_readme.py", "test_second_derivatives.py", "test_solve.py", "test_zoo.py"),
+    *("test_cross_validation.py", "test_meta_training.py", "test_reversible.py", "test_spectral_compiled.py"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SLOW & set(item.path.relative_to(item.config.rootpath).parts):
+            item.add_marker("slow")
+
 
 @pytest.fixture(autouse=True)
 def double_precision():
