@@ -38,7 +38,7 @@ clean:
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable .
+	$(INSTALL) --editable ".[all]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -1,7 +1,7 @@
 """Which way to the criterion is fastest for which size: `python benchmarks/estimator_ways.py [--out FOLDER]`.
 
-Times one evaluation of the five-fold criterion with its hypergradient, by every way that the estimators choose from and
-by two of the engine's methods on the same problem, and says which one the estimator takes. Writes WAYS.md.
+Times one evaluation of the five-fold criterion with its hypergradient, by every method that the estimators choose from
+and by two that know no structure, and says which one the estimator takes. Writes WAYS.md.
 """
 
 from __future__ import annotations
@@ -16,62 +16,65 @@ import torch
 from threadpoolctl import threadpool_limits
 
 import bilevel as bl
-from bilevel.estimators import BilevelLogisticRegression, BilevelRidge
-from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Folds, split
-from bilevel.estimators.gram_criterion import GramCriterion
-from bilevel.estimators.linear_problem import LinearProblem
-from bilevel.estimators.losses import LogLoss, SquaredError
-from bilevel.estimators.newton_criterion import NewtonCriterion
-from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
+from bilevel.estimators.hyperparameters import grouping
+from bilevel.estimators.rows_of_table import RowsOfTable
+from bilevel.estimators.search import EXACT
+from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.estimators.tables import LARGEST, FoldedTable
+from bilevel.structures.losses import LogLoss, SquaredError
 
 SIZES = [(100, 20), (100, 400), (1_000, 100), (5_000, 300), (300, 2_000), (20_000, 1_000)]
 ROUNDS = 5
-Ways = dict[str, Callable[[np.ndarray], object]]
+Evaluate = Callable[[np.ndarray], object]
 
 
-def newton(X: np.ndarray, y: np.ndarray, folds: Folds, loss: object, dense: bool) -> Criterion:
-    criterion = NewtonCriterion(LinearProblem(X, y, folds, loss, free=True))
-    criterion.dense = dense
-    return criterion
-
-
-def engine(criterion: Criterion, method: bl.Method, steps: int) -> Callable[[np.ndarray], object]:
-    """A method of the engine on the normal equations, all folds in one problem."""
+def engine(table: FoldedTable, folds: Folds, method: bl.Method, steps: int = 0) -> Evaluate:
+    """A method on a table, all folds in one task; each evaluation begins where the one before it ended."""
+    task = table.task(folds)
+    known: dict[str, object] = {"start": table.start(task), "adjoint": None}
+    curvature = float(torch.linalg.eigvalsh(task.train[0]).max()) if steps else 1.0
 
     def evaluate(log_alpha: np.ndarray) -> object:
-        problem, lam, task, _, _ = criterion.bilevel_problem(log_alpha)
-        curvature = float(torch.linalg.eigvalsh(task.train[0]).max()) + float(lam.exp().max())
-        dynamics = bl.GradientDescent(1 / curvature)
-        return bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=steps, method=method)
+        dynamics = bl.GradientDescent(1 / (curvature + float(np.exp(log_alpha).max())) if steps else 1.0)
+        settings = known if steps == 0 else {"start": known["start"]}
+        lam = torch.from_numpy(log_alpha)
+        found = bl.hypergradient(table.problem, lam, task, dynamics=dynamics, steps=steps, method=method, **settings)
+        if steps == 0:
+            known.update(start=found.inner, adjoint=found.adjoint)
+        return found
 
     return evaluate
 
 
-def ridge(X: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, Callable[[np.ndarray], object]]]:
-    folds = split(5, X, y[:, 0], np.ones(len(y)), classes=False, random_state=0)
+def ridge(X: np.ndarray, y: np.ndarray, folds: Folds) -> Iterator[tuple[str, bool, Evaluate]]:
     rows, features = X.shape
+    every = grouping("per-feature", features)
+    taken = "normal" if features <= min(rows, LARGEST) else "kernel" if rows <= LARGEST else "conjugate"
     if features <= 2_000:
-        normal = NormalEquations.of(X, y, folds, True, shared=False)
-        yield "normal equations, Cholesky", normal.evaluate
+        sums = SumsOfTable(X, y, folds, every, True)
+        yield "NormalEquations()", taken == "normal", engine(sums, folds, bl.NormalEquations())
     if features <= 100:
-        yield "engine: Implicit(CG()) after 2,000 steps", engine(normal, bl.Implicit(bl.CG(1e-8)), 2_000)
-        yield "engine: Spectral(), T = 100,000", engine(normal, bl.Spectral(), 100_000)
+        yield "Implicit(CG()), T = 2,000", False, engine(sums, folds, bl.Implicit(bl.CG(1e-8)), 2_000)
+        yield "Spectral(), T = 100,000", False, engine(sums, folds, bl.Spectral(), 100_000)
+    table = RowsOfTable(X, y, folds, every, True, SquaredError())
     if rows <= 5_000:
-        yield "kernel equations, Cholesky", KernelEquations(X, y, folds, True).evaluate
-    yield "conjugate gradients", newton(X, y, folds, SquaredError(), dense=False).evaluate
+        yield "KernelEquations()", taken == "kernel", engine(table, folds, bl.KernelEquations())
+    method = bl.NewtonLinear(EXACT, dense=False)
+    yield "NewtonLinear(dense=False)", taken == "conjugate", engine(table, folds, method)
 
 
-def logistic(X: np.ndarray, y: np.ndarray) -> Iterator[tuple[str, Callable[[np.ndarray], object]]]:
-    folds = split(5, X, y[:, 0], np.ones(len(y)), classes=True, random_state=0)
+def logistic(X: np.ndarray, y: np.ndarray, folds: Folds) -> Iterator[tuple[str, bool, Evaluate]]:
+    table = RowsOfTable(X, y, folds, grouping("per-feature", X.shape[1]), True, LogLoss())
+    taken = table.method(EXACT)
+    methods = [bl.NewtonLinear(EXACT, dense=False)]
     if X.shape[1] <= 1_000:
-        yield "Newton, Cholesky", newton(X, y, folds, LogLoss(), dense=True).evaluate
-    yield "Newton, conjugate gradients", newton(X, y, folds, LogLoss(), dense=False).evaluate
-    if X.shape[1] <= 1_000:
-        yield "stale Hessians, swept", GramCriterion(LinearProblem(X, y, folds, LogLoss(), free=True)).evaluate
+        methods += [bl.NewtonLinear(EXACT, dense=True), bl.StaleNewton(EXACT)]
+    for method in methods:
+        yield str(method), method == taken, engine(table, folds, method)
 
 
-def seconds(evaluate: Callable[[np.ndarray], object], features: int) -> float:
+def seconds(evaluate: Evaluate, features: int) -> float:
     """The median of evaluations at neighbouring points, as in a descent."""
     rng = np.random.default_rng(1)
     log_alpha, taken = np.full(features, 3.0), []
@@ -93,31 +96,21 @@ def main() -> None:
         "",
         "Milliseconds of processor time, one thread, for one evaluation of the five-fold criterion with its",
         "hypergradient for a penalty per feature: medians of five evaluations at neighbouring points. The estimator",
-        "takes the way in bold.",
+        "takes the method in bold.",
         "",
-        "| model | rows × features | way | ms |",
+        "| model | rows × features | method | ms |",
         "|---|---|---|---:|",
     ]
     with threadpool_limits(1):
-        for name, ways, estimator in (
-            ("ridge", ridge, BilevelRidge()),
-            ("logistic", logistic, BilevelLogisticRegression()),
-        ):
+        for name, ways in (("ridge", ridge), ("logistic", logistic)):
             for rows, features in SIZES:
                 rng = np.random.default_rng(0)
                 X = rng.normal(size=(rows, features))
                 y = X[:, :1] + rng.normal(size=(rows, 1))
                 y = (y > 0).astype(float) if name == "logistic" else y
                 folds = split(5, X, y[:, 0], np.ones(rows), classes=name == "logistic", random_state=0)
-                taken = estimator._criterion(X, y, folds)
-                chosen = (
-                    ("stale" if isinstance(taken, GramCriterion) else "conj" if not taken.dense else "Newton, Cholesky")
-                    if isinstance(taken, NewtonCriterion)
-                    else ("normal" if isinstance(taken, NormalEquations) else "kernel")
-                )
-                del taken
-                for way, evaluate in ways(X, y):
-                    label = f"**{way}**" if chosen in way and "engine" not in way else way
+                for way, taken, evaluate in ways(X, y, folds):
+                    label = f"**`{way}`**" if taken else f"`{way}`"
                     lines.append(
                         f"| {name} | {rows:,} × {features:,} | {label} | {1e3 * seconds(evaluate, features):.1f} |"
                     )

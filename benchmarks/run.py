@@ -8,6 +8,7 @@ contestant is a new file in `contestants/`, a new section a new file in `section
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 
@@ -38,6 +39,9 @@ def arguments(sections: dict[str, Section]) -> argparse.Namespace:
         help="measure this section only; the others keep their earlier figures",
     )
     parser.add_argument(
+        "--checkout", type=Path, help="a checkout of benchmark_bilevel, for the section `referee`; it is only read"
+    )
+    parser.add_argument(
         "--show", action="store_true", help="measure nothing: make the tables and pictures again from earlier figures"
     )
     return parser.parse_args()
@@ -46,6 +50,8 @@ def arguments(sections: dict[str, Section]) -> argparse.Namespace:
 def main() -> None:
     sections = section.find()
     options = arguments(sections)
+    if options.checkout:
+        os.environ["REFEREE_CHECKOUT"] = str(options.checkout.resolve())
     console = Console()
     if not console.is_terminal:
         console.width = 140

@@ -9,36 +9,23 @@ import torch
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
-# Folders and files whose tests train, compile, start processes or draw pages: `make test-quick` leaves them out.
-SLOW = {
-    *(
-        "benchmarks",
-        "cli",
-        "data",
-        "docs",
-        "estimators",
-        "examples",
-        "experiments",
-        "interoperation",
-        "peers",
-        "report",
-    ),
-    *("tabular", "training", "tuning", "search"),
-    *(
-        "test_batteries.py",
-        "test_battery_mutants.py",
-        "test_compiled.py",
-        "test_compiled_objectives.py",
-        "test_costs.py",
-    ),
-    *("test_implicit.py", "test_readme.py", "test_second_derivatives.py", "test_solve.py", "test_zoo.py"),
-    *("test_cross_validation.py", "test_meta_training.py", "test_reversible.py", "test_spectral_compiled.py"),
+# Folders and files whose tests train, compile, start processes or draw pages: `make test-quick` leaves them out. Single
+# tests elsewhere that take more than a few seconds carry the mark themselves.
+SLOW_FOLDERS = {
+    *("benchmarks", "cli", "docs", "estimators", "examples", "experiments", "interoperation", "peers", "report"),
+    *("search", "tabular", "training", "tuning"),
+}
+SLOW_FILES = {
+    *("batteries", "battery_mutants", "compile", "compiled_objectives", "costs", "cross_validation", "data_glyphs"),
+    *("implicit", "meta_training", "outer_loop", "readme", "reversible", "second_derivatives"),
+    "zoo",
 }
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if SLOW & set(item.path.relative_to(item.config.rootpath).parts):
+        path = item.path.relative_to(item.config.rootpath)
+        if SLOW_FOLDERS & set(path.parts[1:-1]) or path.stem in {f"test_{name}" for name in SLOW_FILES}:
             item.add_marker("slow")
 
 

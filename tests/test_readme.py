@@ -17,7 +17,7 @@ def test_the_readme_prints_what_it_shows():
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():
     text = README.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 240
+    assert len(text.splitlines()) <= 150
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         if not target.startswith("http"):
             assert (README.parent / target).exists(), target

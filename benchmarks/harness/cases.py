@@ -88,7 +88,7 @@ def hyper(
 ) -> Case:
     """The paper's hyper-representation: a network learned over a meta-batch of episodes, in float32 as one trains it.
     The step is short, so that rounding does not grow over the steps."""
-    from bilevel.meta.hyper_representation import HyperRepresentation
+    from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 
     train, val = _pictures(network, episodes, ways, shots)
     learner = HyperRepresentation(network, train[0].shape[2:])

@@ -26,3 +26,14 @@ def with_method(method: bl.Method) -> Callable[[Case], Run]:
         return lambda: bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=case.steps, method=method).grad
 
     return prepare
+
+
+def compiled(method: bl.Method) -> Callable[[Case], Run]:
+    """The `prepare` of a contestant that differentiates gradient descent by the compiled form of this method."""
+
+    def prepare(case: Case) -> Run:
+        problem, lam, task = problem_of(case)
+        fast = bl.compile(problem, lam, task, dynamics=bl.GradientDescent(case.lr), steps=case.steps, method=method)
+        return lambda: fast(lam, task).grad
+
+    return prepare

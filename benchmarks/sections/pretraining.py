@@ -107,10 +107,10 @@ def plain_step(network: str, size: int) -> Any:
 def our_step(network: str, size: int) -> Any:
     import numpy as np
 
+    from bilevel.cli._allocator import keep_freed_memory
     from bilevel.data import ImageDataset
-    from bilevel.meta.runs import new_job
-    from bilevel.meta.settings import Settings
-    from bilevel.models._allocator import keep_freed_memory
+    from bilevel.learners.settings import TrainingSettings
+    from bilevel.learners.training import FewShotTraining
 
     keep_freed_memory()
     each, classes = 20, CLASSES + 36
@@ -118,7 +118,7 @@ def our_step(network: str, size: int) -> Any:
     splits = {"train": range(CLASSES), "val": range(CLASSES, 80), "test": range(80, classes)}
     labels = np.repeat(np.arange(classes), each)
     data = ImageDataset("noise", pixels, labels, tuple(map(str, range(classes))), splits)
-    settings = Settings(
+    settings = TrainingSettings(
         learner="multiclass",
         network=network,
         queries=15,
@@ -129,7 +129,7 @@ def our_step(network: str, size: int) -> Any:
         weight_decay=5e-4,
         batch_norm="running",
     )
-    return new_job(settings, data).step
+    return FewShotTraining(settings, data).step
 
 
 def main() -> None:

@@ -101,9 +101,10 @@ def tables(figures: Figures) -> Iterator[Table]:
 def main() -> None:
     import torch
 
-    from bilevel.meta.settings import Settings
-    from bilevel.meta.training import FewShotTraining, open_data
-    from bilevel.training.distributed import world
+    from bilevel.distributed import world
+    from bilevel.learners.settings import TrainingSettings
+    from bilevel.learners.streams import open_data
+    from bilevel.learners.training import FewShotTraining
 
     if hasattr(os, "sched_setaffinity"):
         # Two processes that change places on the cores would share one for a while.
@@ -111,7 +112,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     torch.set_num_threads(1)
     iterations = int(sys.argv[2])
-    settings = Settings(dataset=sys.argv[1], meta_batch=EPISODES, step_bound=0.0)
+    settings = TrainingSettings(dataset=sys.argv[1], meta_batch=EPISODES, step_bound=0.0)
     with world() as everybody:
         training = FewShotTraining(settings, open_data(settings), everybody)
         seconds, busy, sampling = [], [], []

@@ -17,7 +17,7 @@ TITLE = "Ridge regression"
 WHAT = """
 The paper's Appendix C: 30 training points, a penalty for each of 30 features, T steps of gradient descent, float64. A
 step is a matrix of 30 × 30 times a vector, so nearly all of the time is the cost of calling small operations: it says
-what the library adds to torch, and what compiling (`Reverse(compiled=25)`, jax) or a closed form (`Spectral`) saves.
+what the library adds to torch, and what compiling (`bl.compile`, jax) or a closed form (`Spectral`) saves.
 jaxopt's unroll is compiled as a whole, so it is held against what is compiled here too.
 """
 

@@ -126,8 +126,8 @@ def pass_of(
     import torch
     from torch import nn
 
-    from bilevel.meta.hyper_representation import HyperRepresentation
-    from bilevel.models._allocator import keep_freed_memory
+    from bilevel.cli._allocator import keep_freed_memory
+    from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 
     keep_freed_memory()
     learner = HyperRepresentation(name, shape)

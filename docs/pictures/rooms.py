@@ -1,4 +1,4 @@
-"""The rooms of the package: each imports itself and what stands below it."""
+"""The rooms of the package: each imports itself and the rooms below it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ LAYERS = [
     (["cli"], GREY),
     (["experiments", "report"], GREY),
     (["tabular"], GREEN),
-    (["estimators", "tuning", "meta"], GREEN),
-    (["outer_loop", "training", "testing"], BLUE),
-    (["certificate"], BLUE),
+    (["testing"], BLUE),
+    (["estimators", "tuning", "learners"], GREEN),
+    (["outer_loop", "outer_ranks", "outer_checkpoints", "outer_record", "outer_sources"], BLUE),
+    (["training"], BLUE),
+    (["algorithms"], BLUE),
+    (["hyperiterations"], BLUE),
+    (["certificate", "compilation", "smoothness", "solutions"], BLUE),
     (["hypergradients"], BLUE),
     (["methods"], BLUE),
+    (["engine"], BLUE),
     (["dynamics", "linear_solvers", "constraints", "tasks", "data", "models"], ORANGE),
-    (["problem", "modules", "recomputed", "structures"], ORANGE),
-    (["errors", "trees", "discovery", "progress", "origin", "side_by_side"], GREY),
+    (["problem", "modules", "structures"], ORANGE),
+    (["plotting"], GREY),
+    (["files", "distributed"], GREY),
+    (["errors", "trees", "discovery", "extras", "progress", "source_commit", "thread_pool"], GREY),
 ]
 
 
 def draw(path: Path) -> None:
-    step, width = 0.52, 8.2
+    step, width = 0.52, 9.0
     height = step * len(LAYERS) + 0.1
     figure, axes = canvas(width, height)
     for row, (rooms, colour) in enumerate(LAYERS):

@@ -6,7 +6,7 @@ ICML 2018.
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The names are listed in __init__.pyi, and imported when first used: the command line starts without torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""What the theory lets us say about this T, from what was computed: Theorem 3.2 and Remark 3.3 made practical."""
+"""Bounds on the distance of w_T and f_T from their limits, from computed quantities (Theorem 3.2, Remark 3.3)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
+from bilevel.engine.checks import check_arguments, check_process
+from bilevel.engine.curvature import contraction_rate, hessian
+from bilevel.engine.diagnosis import explain_divergence
+from bilevel.engine.memory import memory_of
+from bilevel.engine.method import Method
+from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning, Outcome
 from bilevel.hypergradients import hypergradient
 from bilevel.linear_solvers.lanczos import lanczos
-from bilevel.methods.base import Method
-from bilevel.methods.checks import check_arguments, check_process
-from bilevel.methods.curvature import contraction_rate, hessian
-from bilevel.methods.diagnosis import explain_divergence
 from bilevel.methods.implicit import Implicit
-from bilevel.methods.near_minimiser import NearMinimiser, near_minimiser
-from bilevel.methods.process import Process
+from bilevel.methods.implicit.near_minimiser import NearMinimiser, near_minimiser
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
@@ -37,7 +38,7 @@ class Certificate:
         gradient_norm: ‖∇L(w_T)‖, or ‖w_T − Φ(w_T)‖/lr for proximal dynamics.
         mu: the smallest curvature of L, found at w_T by Lanczos or given by the user.
         nu: the largest.
-        rate: factor by which the distance to w_λ shrinks per step of this dynamics; None where no theory gives one.
+        rate: factor by which the distance to w_λ shrinks per step of this dynamics; None where no theory gives it.
         best_rate: (ν − μ)/(ν + μ), that of gradient descent with the best constant step (Remark 3.3).
         step_size: the step size in use, and
         step_limit: the largest one that converges at this ν (2/ν for gradient descent); None where unknown.
@@ -68,19 +69,18 @@ class Certificate:
 
     @property
     def applies(self) -> bool:
-        """Whether μ > 0, so that the bounds mean anything."""
+        """Whether the bounds are finite, which needs μ > 0."""
         return math.isfinite(self.inner_distance)
 
     @property
     def step_ok(self) -> bool | None:
-        """Whether the step size lies below its limit; None where none is known."""
+        """Whether the step size lies below its limit; None where the limit is unknown."""
         return None if self.step_size is None or self.step_limit is None else self.step_size < self.step_limit
 
     def smallest_steps(self, gap: float, limit: int = 100_000) -> int:
         """The smallest T for which |f_T(λ) − f(λ)| ≤ gap is certified.
 
-        The dynamics is run, at most `limit` steps, and the bound on the distance to w_λ followed until it is small
-        enough.
+        The dynamics is run for at most `limit` steps, until the bound on the distance to w_λ is small enough.
         """
         if not gap > 0:
             raise BilevelError(f"smallest_steps(gap={gap}) cannot be reached by a finite T; pass gap > 0.")
@@ -126,31 +126,36 @@ def certify(
 ) -> Certificate:
     """Bound ‖w_T − w_λ‖ and |f_T(λ) − f(λ)| a posteriori.
 
-    For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. That is applied not at w_T but at the point
-    u that Newton's method reaches from there, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is
+    For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. The inequality is applied at the point u
+    that Newton's method reaches from w_T, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is
     nearly the distance itself. The bound on f follows from |E(w_T) − E(u)| and the slope and curvature of E at u.
 
     Args:
         problem, lam, task, dynamics, steps, start: as for `hypergradient`; for a list of tasks the worst case is
             reported.
-        method: also estimate how far this method's hypergradient is from ∇f(λ).
-        mu: a known modulus of strong convexity, the strength of an L2 term say. Without it μ is the smallest curvature
-            at w_T, which is exact for a quadratic and an assumption otherwise.
-        products: Hessian products spent on μ and ν.
+        method: also estimate the distance of this method's hypergradient from ∇f(λ).
+        mu: a known modulus of strong convexity, for example the strength of an L2 term. Without it μ is the smallest
+            curvature at w_T, which is exact for a quadratic and an assumption otherwise.
+        products: how many Hessian products may be used to find μ and ν.
 
     Warns:
         BilevelWarning: if the step size lies above its limit.
     """
     tasks = check_arguments(problem, lam, task, steps)
     certificates = [
-        _certify(Process(problem, lam, one, dynamics, steps, start, allow_unused=True), method, mu, products)
+        _certify(
+            Process(problem, lam, one, dynamics, steps, start, allow_unused=True, memory=memory_of(problem)),
+            method,
+            mu,
+            products,
+        )
         for one in tasks
     ]
     result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
     if result.step_ok is False:
         warnings.warn(
             f"The step size {result.step_size:.4g} lies above {result.step_limit:.4g}, the largest that converges when "
-            f"the curvature reaches ν = {result.nu:.4g}; the iterates will not settle there. Use a smaller step.",
+            f"the curvature reaches ν = {result.nu:.4g}; the iterates will not converge. Use a smaller step.",
             BilevelWarning,
             stacklevel=2,
         )
@@ -164,7 +169,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
             "A certificate is about one inner objective, but task.train is a function of t. Certify on the whole "
             "training set: Task(train=all_of_it, val=…)."
         )
-    check_process(process, Unrolled())
+    check_process(process, Unrolled() if bound.dynamics.differentiable else Implicit())
     state = process.run()
     if not trees.all_finite(state):
         explain_divergence(process)
@@ -188,19 +193,19 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
         "step_limit": None if limit is None else limit[1],
     }
     unbounded: dict[str, Any] = {"inner_distance": math.inf, "value_gap": math.inf}
-    # A curvature that is zero up to rounding must not be divided by.
+    # Below this value rounding error dominates μ.
     if not smallest > 1e2 * torch.finfo(slope.dtype).eps * max(nu, 0.0):
         sentence = (
             f"No bound: the smallest curvature of the inner objective is μ = {smallest:.3g}, not positive, so it is "
             "not strongly convex at w_T and Theorem 3.2 does not apply. Add an L2 term to the inner objective, or pass "
-            "mu=… if you know better."
+            "mu=… if it is known."
         )
         return Certificate(**certificate, **unbounded, outcome=Outcome("failed", sentence))
 
     limits = near_minimiser(process, w, t, smallest, nu)
     certificate["gradient_norm"] = limits.gradient_norm
     errors = _hypergradient_error(process, method, limits) if math.isfinite(limits.radius) else {}
-    origin = (
+    mu_source = (
         "given"
         if mu is not None
         else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
@@ -212,7 +217,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
         )
         return Certificate(**certificate, **unbounded, outcome=Outcome("failed", sentence))
     sentence = (
-        f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({origin}) between w_T and w_λ; on a "
+        f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({mu_source}) between w_T and w_λ; on a "
         "quadratic it does."
     )
     return Certificate(
@@ -226,7 +231,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
 
 
 def _hypergradient_error(process: Process, method: Method | None, limits: NearMinimiser) -> dict[str, Any]:
-    """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to the tiny radius."""
+    """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to ‖u − w_λ‖."""
     if method is None:
         return {}
     found = hypergradient(
@@ -239,7 +244,16 @@ def _hypergradient_error(process: Process, method: Method | None, limits: NearMi
         start=process.start,
         allow_unused=True,
     )
-    at_limit = Process(process.problem, process.lam, process.task, process.source, 0, start=limits.u, allow_unused=True)
+    at_limit = Process(
+        process.problem,
+        process.lam,
+        process.task,
+        process.source,
+        0,
+        start=limits.u,
+        allow_unused=True,
+        memory=process.memory,
+    )
     exact = Implicit()(at_limit)
     error = float(trees.norm(trees.subtract(found.grad, exact.grad)))
     scale = float(trees.norm(exact.grad))

@@ -12,8 +12,8 @@ Kind = TypeVar("Kind")
 
 
 def modules(package: ModuleType) -> list[str]:
-    """The full names of the public modules in `package`, without importing them."""
-    found = pkgutil.iter_modules(package.__path__, package.__name__ + ".")
+    """The full names of the public modules in `package` and in its sub-packages."""
+    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     return [module.name for module in found if not module.name.rsplit(".", 1)[1].startswith("_")]
 
 

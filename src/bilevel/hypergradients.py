@@ -1,34 +1,38 @@
-"""The two ways to ask for a gradient: `hypergradient` returns it, `objective` hides it behind `.backward()`."""
+"""`hypergradient` returns f_T and its gradient; `objective` returns f_T as a tensor with `.backward()`."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.distributed import World
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
+from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process, is_finite
+from bilevel.engine.diagnosis import explain_divergence
+from bilevel.engine.double_backward import eagerly
+from bilevel.engine.memory import Memory, memory_of
+from bilevel.engine.method import Hypergradient, Method, Stats, moved
+from bilevel.engine.process import Process
+from bilevel.engine.recomputed import Known, NoOtherTensors, refuse_forward_mode, under_torch_func
+from bilevel.engine.samplers import check_task
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
-from bilevel.methods.base import Hypergradient, Method, Stats
-from bilevel.methods.checks import check_arguments, check_process, is_finite
-from bilevel.methods.diagnosis import explain_divergence
-from bilevel.methods.process import Process
 from bilevel.methods.reverse import Reverse
-from bilevel.methods.samplers import check_task
-from bilevel.methods.twice import eagerly
 from bilevel.methods.unrolled import Unrolled, record
 from bilevel.problem import Problem, Task
-from bilevel.recomputed import Known, NoOtherTensors, refuse_forward_mode, under_torch_func
 from bilevel.trees import Spec, Tree
 
 Start = Tree | Hypergradient | None
+logger = logging.getLogger("bilevel")
 
 
 def hypergradient(
@@ -53,15 +57,16 @@ def hypergradient(
         task: the data, or a list of tasks (a meta-batch, folds): value and gradient are then means over it.
         dynamics: Φ; an instance, a function of λ that returns one, or a function `step(loss, w, state, t)`.
         steps: T.
-        method: how to differentiate; `Reverse()` by default. `"auto"` picks from the sizes and prints why.
-        start: begin at this w instead of init(λ), or continue an earlier `Hypergradient` (velocities and step number
-            included); with a list of tasks, a list of these.
-        adjoint: where an implicit method's solver begins, an earlier result's `.adjoint`.
+        method: how to differentiate; `Reverse()` by default. `"auto"` chooses by the sizes of w and λ, and gives its
+            reason in `stats.reason` and in the log of the logger `bilevel`.
+        start: begin at this w instead of init(λ), or continue from an earlier `Hypergradient` with its auxiliary
+            variables and step number; with a list of tasks, a list of these.
+        adjoint: the start of an implicit method's linear solver: the `.adjoint` of an earlier result.
         allow_unused: give a leaf of λ that reaches neither objective the gradient 0 instead of raising.
 
     Raises:
-        BilevelError: what was passed cannot work; nothing was computed and nothing changed.
-        DivergenceError: a number stopped being finite; it names the step, the loss and the likely cause.
+        BilevelError: the arguments cannot work; nothing was computed and nothing changed.
+        DivergenceError: a number is not finite; the error names the step, the loss and the likely cause.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -81,21 +86,9 @@ def hypergradient(
             "graph that these could follow. Write objective(...) there, which they differentiate and batch, or call "
             "hypergradient(...) outside, in a loop instead of vmap."
         )
-    chosen = _as_method(method)
-    if chosen is not None and start is None and isinstance(task, Task):
-        recalled = chosen.recall(problem, lam, task, dynamics, steps, allow_unused)
-        if recalled is not None:
-            return recalled
-    tasks = check_arguments(problem, lam, task, steps)
-    starts = _one_each(start, tasks, task, "start")
-    adjoints = _one_each(adjoint, tasks, task, "adjoint")
-    results = [
-        _of_one_task(
-            Process(problem, lam, one, dynamics, steps, *_split(begin), adjoint=warm, allow_unused=allow_unused), chosen
-        )
-        for one, begin, warm in zip(tasks, starts, adjoints, strict=True)
-    ]
-    return results[0] if not isinstance(task, (list, tuple)) else _mean(results)
+    check_problem_and_steps(problem, steps)
+    evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
+    return evaluator.gradient(lam, task, method, start, adjoint)
 
 
 def objective(
@@ -111,16 +104,16 @@ def objective(
     """f_T(λ) as a scalar tensor: `.backward()` adds ∇f_T(λ) to the `.grad` of every leaf of λ that requires grad.
 
     Any torch optimiser, gradient clipping, learning-rate scheduler or DDP hook then works as with any other loss, and λ
-    may itself be the output of a network. The arguments are those of `hypergradient`. Where no leaf of λ requires grad,
+    may itself be the output of a network. The arguments are those of `hypergradient`. If no leaf of λ requires grad,
     and under `torch.no_grad()`, only the value is computed.
 
-    With an exact method it can be differentiated as often as one likes: `create_graph=True`, gradient penalties,
+    With an exact method it can be differentiated any number of times: `create_graph=True`, gradient penalties,
     `torch.autograd.functional.hessian`, `torch.func.grad`, `jacrev` and `vmap`, and `objective` inside the functions of
-    another problem (three levels). A first derivative costs what `hypergradient` costs; a product with the Hessian runs
+    another problem (three levels). A first derivative costs as much as `hypergradient`. A product with the Hessian runs
     the T steps once more, recorded as by `Unrolled`.
 
-    Tensors of the task that require grad are differentiated like λ. What the functions read from a closure is not, and
-    is refused where it requires grad: make it a leaf of λ.
+    Tensors of the task that require grad are differentiated like λ. A tensor that requires grad and that the functions
+    read from a closure is refused: make it a leaf of λ.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -132,41 +125,121 @@ def objective(
     >>> f.item(), lam.grad.item()
     (9.0, 6.0)
     """
-    chosen = _as_method(method)
+    check_problem_and_steps(problem, steps)
+    evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
+    return _in_graph(evaluator, lam, task, as_method(method))
+
+
+def _in_graph(evaluator: Evaluator, lam: Tree, task: Task | Sequence[Task], method: Method | None) -> Tensor:
+    """f_T(λ) in the graph of λ and of the task's tensors."""
     transformed = under_torch_func()
-    arguments: dict[str, Any] = {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}
     if (torch.is_grad_enabled() or transformed) and any(leaf.requires_grad for leaf in trees.tensors(task)):
-        return _of_live_data(problem, lam, task, method=chosen or "auto", **arguments)
+        return _of_live_data(evaluator, lam, task, method)
     leaves, spec = trees.flatten(lam)
     if not transformed:
         refuse_forward_mode((lam, task))
         if not (torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in leaves)):
-            if chosen is None or chosen.exact:
-                return value_of(problem, lam, task, dynamics=dynamics, steps=steps)
-            # Not every inexact method evaluates E after T steps: Implicit(newton=…) goes on from there.
-            return hypergradient(problem, lam, task, method=chosen, **arguments).value
-    # vmap may have batched the data, and hands out one of the batch where data are inputs.
+            if method is None or method.exact:
+                return evaluator.value(lam, task)
+            # Not every inexact method evaluates E at w_T: Implicit(newton=…) continues from there.
+            return evaluator.gradient(lam, task, method).value
+    # vmap may have batched the data. As inputs, they arrive here without the batch axis.
     data = trees.tensors(task) if transformed else []
-    watch = NoOtherTensors if transformed else contextlib.nullcontext
-    call = _Call(problem, spec, task, chosen, arguments, len(data), watch)
+    guard = NoOtherTensors if transformed else contextlib.nullcontext
+    call = _Call(evaluator, spec, task, method, len(data), guard)
     return Known.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
 
 
 def value_of(
     problem: Problem, lam: Tree, task: Task | Sequence[Task], *, dynamics: DynamicsLike, steps: int, start: Start = None
 ) -> Tensor:
-    """f_T(λ) alone: the forward run without anything kept."""
-    tasks = check_arguments(problem, lam, task, steps)
-    starts = _one_each(start, tasks, task, "start")
-    values = []
-    for one, begin in zip(tasks, starts, strict=True):
-        process = Process(problem, lam, one, dynamics, steps, *_split(begin), allow_unused=True)
-        check_process(process, Unrolled(), value_only=True)
-        with torch.no_grad():
-            values.append(process.bound.outer(process.run()).detach())
-        if not bool(torch.isfinite(values[-1])):
-            explain_divergence(process)
-    return torch.stack(values).mean()
+    """f_T(λ) alone: a forward run that keeps nothing."""
+    check_problem_and_steps(problem, steps)
+    return Evaluator(problem, dynamics, steps, memory=memory_of(problem)).value(lam, task, start)
+
+
+@dataclass
+class Evaluator:
+    """f_T and ∇f_T as functions of λ and the tasks, with a memory of checks.
+
+    A loop owns one: `solve` has one for each run. `hypergradient` and `objective` use the memory that belongs to their
+    problem.
+    """
+
+    problem: Problem
+    dynamics: DynamicsLike
+    steps: int
+    allow_unused: bool = False
+    memory: Memory = field(default_factory=Memory)
+    # The processes that share the tasks of a list.
+    world: World = field(default_factory=World)
+
+    def gradient(
+        self,
+        lam: Tree,
+        task: Task | Sequence[Task],
+        method: Any = None,
+        start: Start = None,
+        adjoint: Any = None,
+        drawn: int = 0,
+    ) -> Hypergradient:
+        """`hypergradient` of this problem."""
+        chosen = as_method(method)
+        tasks = check_arguments(self.problem, lam, task, self.steps)
+        starts = _one_each(start, tasks, task, "start")
+        adjoints = _one_each(adjoint, tasks, task, "adjoint")
+
+        def result(i: int) -> Hypergradient:
+            return self._of_one_task(self.process(lam, tasks[i], starts[i], adjoint=adjoints[i], drawn=drawn), chosen)
+
+        if not isinstance(task, (list, tuple)):
+            return result(0)
+        results = self.world.collect(result, range(len(tasks)))
+        device = trees.leaves(lam)[0].device
+        if self.world.size > 1 and device.type != "cpu":
+            results = [moved(one, device) for one in results]
+        return _mean(results)
+
+    def value(self, lam: Tree, task: Task | Sequence[Task], start: Start = None) -> Tensor:
+        """f_T alone."""
+        tasks = check_arguments(self.problem, lam, task, self.steps)
+        values = []
+        for one, begin in zip(tasks, _one_each(start, tasks, task, "start"), strict=True):
+            process = self.process(lam, one, begin, allow_unused=True)
+            check_process(process, Unrolled(), value_only=True)
+            with torch.no_grad():
+                values.append(process.bound.outer(process.run()).detach())
+            if not bool(torch.isfinite(values[-1])):
+                explain_divergence(process)
+        return torch.stack(values).mean()
+
+    def process(self, lam: Tree, task: Task, start: Start = None, **settings: Any) -> Process:
+        previous = start if isinstance(start, Hypergradient) else None
+        begin = None if previous is not None else start
+        settings = {"allow_unused": self.allow_unused, "memory": self.memory, **settings}
+        return Process(self.problem, lam, task, self.dynamics, self.steps, begin, previous, **settings)
+
+    def _of_one_task(self, process: Process, method: Method | None) -> Hypergradient:
+        began = time.perf_counter()
+        reason = None
+        if method is None:
+            result, reason = run_best(process)
+            if self.memory.reason != reason:
+                self.memory.reason = reason
+                logger.info(reason)
+        else:
+            check_process(process, method)
+            result = method(process)
+        return finished(process, result, began, reason)
+
+
+def finished(process: Process, result: Hypergradient, began: float, reason: str | None = None) -> Hypergradient:
+    """The result with its time, or an error that says why it is not finite."""
+    if not (is_finite(result.value) and all(map(is_finite, trees.leaves(result.grad)))):
+        explain_divergence(process)
+    # This takes a tenth of the time of dataclasses.replace, which matters for small problems.
+    stats = Stats(**{**vars(result.stats), "seconds": time.perf_counter() - began, "reason": reason})
+    return Hypergradient(**{**vars(result), "stats": stats})
 
 
 @dataclass(frozen=True)
@@ -174,20 +247,19 @@ class _Call:
     """A call of `objective` as a function of tensors alone: the first `data` are those of the task, if any, and the
     others the leaves of λ."""
 
-    problem: Problem
+    evaluator: Evaluator
     spec: Spec
     task: Task | Sequence[Task]
     method: Method | None
-    arguments: dict[str, Any]
     data: int
-    watch: Callable[[], AbstractContextManager[Any]]
+    guard: Callable[[], AbstractContextManager[Any]]
 
     def evaluate(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
         """f_T and ∇f_T by the method."""
         lam, task = self._arguments(tensors)
         method = "auto" if self.method is None else self.method
-        with self.watch(), torch.enable_grad():
-            result = hypergradient(self.problem, lam, task, method=method, **self.arguments)
+        with self.guard(), torch.enable_grad():
+            result = self.evaluator.gradient(lam, task, method)
         return result.value, trees.leaves(result.grad)
 
     def record(self, *tensors: Tensor) -> Tensor:
@@ -200,9 +272,8 @@ class _Call:
             )
         lam, task = self._arguments(tensors)
         tasks = [task] if isinstance(task, Task) else task
-        run = self.arguments["dynamics"], self.arguments["steps"]
         with eagerly():
-            runs = [Process(self.problem, lam, one, *run, live=True) for one in tasks]
+            runs = [self.evaluator.process(lam, one, live=True) for one in tasks]
             return torch.stack([record(process)[0] for process in runs]).mean()
 
     def _arguments(self, tensors: Sequence[Tensor]) -> tuple[Tree, Task | Sequence[Task]]:
@@ -212,28 +283,30 @@ class _Call:
         return self.spec.unflatten(tensors[self.data :]), task
 
 
-def _of_live_data(
-    problem: Problem, lam: Tree, task: Task | Sequence[Task], *, dynamics: DynamicsLike, **arguments: Any
-) -> Tensor:
-    """`objective` for tasks with tensors that require grad: these become leaves of λ, which `encode` puts back."""
-    values, build = [], as_function_of_lam(dynamics)
-    for one in [task] if isinstance(task, Task) else task:
-        check_task(one)
-        leaves = trees.leaves(one)
-        at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
-        if not at:
-            values.append(objective(problem, lam, one, dynamics=dynamics, **arguments))
-            continue
-        # Remembered, because a problem remembers what has been checked.
-        known = problem.checked.setdefault(("live data", at), {})
-        wider = known.setdefault("problem", _with_data(problem, at))
-        both = (lam, [leaves[i] for i in at])
-        values.append(objective(wider, both, trees.detach(one), dynamics=lambda lam: build(lam[0]), **arguments))
-    return torch.stack(values).mean()
+def _of_live_data(evaluator: Evaluator, lam: Tree, task: Task | Sequence[Task], method: Method | None) -> Tensor:
+    """`objective` for tasks with tensors that require grad."""
+    tasks = [task] if isinstance(task, Task) else task
+    calls = [with_live_data(evaluator, lam, one) for one in tasks]
+    return torch.stack([_in_graph(*call, method) for call in calls]).mean()
+
+
+def with_live_data(evaluator: Evaluator, lam: Tree, task: Task) -> tuple[Evaluator, Tree, Task]:
+    """The same problem with the tensors of the task that require grad as leaves of λ; `encode` puts them back."""
+    check_task(task)
+    leaves = trees.leaves(task)
+    at = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
+    if not at:
+        return evaluator, lam, task
+    memories, build = evaluator.memory.related, as_function_of_lam(evaluator.dynamics)
+    if at not in memories:
+        memories[at] = Memory()
+    problem = _with_data(evaluator.problem, at)
+    wider = replace(evaluator, problem=problem, dynamics=lambda lam: build(lam[0]), memory=memories[at])
+    return wider, (lam, [leaves[i] for i in at]), trees.detach(task)
 
 
 def _with_data(problem: Problem, at: tuple[int, ...]) -> Problem:
-    """The problem whose λ is the pair of the other's λ and the leaves `at` of its task."""
+    """The problem whose λ is the pair of the original λ and the leaves `at` of the task."""
 
     def encode(lam: Tree, task: Task) -> Task:
         leaves, spec = trees.flatten(task)
@@ -242,32 +315,10 @@ def _with_data(problem: Problem, at: tuple[int, ...]) -> Problem:
         whole: Task = spec.unflatten(leaves)
         return whole if problem.encode is None else problem.encode(lam[0], whole)
 
-    return Problem(
-        inner=lambda w, lam, batch: problem.inner(w, lam[0], batch),
-        outer=lambda w, lam, batch: problem.outer(w, lam[0], batch),
-        init=lambda lam: problem.init(lam[0]),
-        encode=encode,
-    )
+    return replace(problem.reading(lambda lam: lam[0]), encode=encode)
 
 
-def _of_one_task(process: Process, method: Method | None) -> Hypergradient:
-    began = time.perf_counter()
-    reason = None
-    if method is None:
-        result, reason = run_best(process)
-        if process.problem.checked.get("auto", {}).get("reason") != reason:
-            process.problem.checked["auto"] = {"reason": reason}
-            print(reason)
-    else:
-        check_process(process, method)
-        result = method(process)
-    if not (is_finite(result.value) and all(map(is_finite, trees.leaves(result.grad)))):
-        explain_divergence(process)
-    stats = {**vars(result.stats), "seconds": time.perf_counter() - began, "reason": reason}
-    return Hypergradient(**{**vars(result), "stats": Stats(**stats)})
-
-
-def _as_method(method: Any) -> Method | None:
+def as_method(method: Any) -> Method | None:
     """The method, or None for "auto"."""
     if method is None:
         return Reverse()
@@ -279,10 +330,6 @@ def _as_method(method: Any) -> Method | None:
         f"method={method!r} is not a method. Pass an instance such as Reverse(), Forward() or Implicit(CG()), or the "
         "word 'auto'."
     )
-
-
-def _split(start: Start) -> tuple[Tree | None, Hypergradient | None]:
-    return (None, start) if isinstance(start, Hypergradient) else (start, None)
 
 
 def _one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]:
@@ -302,10 +349,11 @@ def _one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]
 
 
 def _mean(results: list[Hypergradient]) -> Hypergradient:
-    """Mean value and gradient over tasks (Eqs. 3 and 4 with 1/N); costs add up, memory does not."""
+    """Mean value and gradient over tasks (Eqs. 3 and 4 with 1/N). Times and counts are added, memory is the largest."""
     grad = trees.map(lambda *parts: torch.stack(parts).mean(0), *(result.grad for result in results))
     stats = [result.stats for result in results]
     residuals = [s.residual for s in stats if s.residual is not None]
+    iterations = [s.iterations for s in stats if s.iterations is not None]
     total = replace(
         stats[0],
         steps=sum(s.steps for s in stats),
@@ -314,6 +362,7 @@ def _mean(results: list[Hypergradient]) -> Hypergradient:
         seconds=sum(s.seconds for s in stats),
         peak_memory=max(s.peak_memory for s in stats),
         residual=max(residuals) if residuals else None,
+        iterations=sum(iterations) if iterations else None,
     )
     value = torch.stack([result.value for result in results]).mean()
     return Hypergradient(value, grad, [result.inner for result in results], total, tasks=results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,11 @@ from bilevel.errors import BilevelError
 def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]]:
     """`(parameters, apply)` with `apply(parameters, *args)` equal to `module(*args)` at those parameters.
 
-    Parameters with `requires_grad=False` (a frozen backbone) are constants: `apply` keeps their values, and they are
-    not among the returned parameters.
+    Parameters with `requires_grad=False` (a frozen backbone) are constants: `apply` uses their values, and they are not
+    among the returned parameters.
 
-    The module is never changed: the returned parameters are copies, and buffers (batch norm's running averages)
-    are copied for every call, so what a forward pass writes to them is dropped.
+    The module is never changed: the returned parameters are copies, and buffers (batch norm's running averages) are
+    copied for every call, so changes that a forward pass makes to them are dropped.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> w, apply = functional(layer)
@@ -36,12 +37,13 @@ def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]
     frozen = {name: value for name, (trained, value) in copies.items() if not trained}
     if frozen and not parameters:
         raise BilevelError(
-            f"functional(module) has nothing to hand out: every parameter of {type(module).__name__} has "
+            f"functional(module) has no parameters to return: every parameter of {type(module).__name__} has "
             "requires_grad=False. Call requires_grad_() on those to be learned, or call the module itself."
         )
 
-    def apply(values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        buffers = {name: value.clone() for name, value in module.named_buffers()}
-        return torch.func.functional_call(module, {**frozen, **values, **buffers}, args, kwargs)
+    return parameters, functools.partial(_apply, module, frozen)
 
-    return parameters, apply
+
+def _apply(module: nn.Module, frozen: dict[str, Tensor], values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    return torch.func.functional_call(module, {**frozen, **values, **buffers}, args, kwargs)

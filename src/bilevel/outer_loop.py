@@ -1,61 +1,38 @@
-"""The outer loop: min over λ in Λ of f_T(λ), with any torch optimiser."""
+"""`solve`: min over λ in Λ of f_T(λ), by any algorithm."""
 
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.algorithms.base import Algorithm, OuterProblem
+from bilevel.algorithms.descent import Descent
 from bilevel.constraints import Constraint, as_constraint
+from bilevel.distributed import world
 from bilevel.dynamics import DynamicsLike
+from bilevel.engine.checks import check_lam
+from bilevel.engine.memory import memory_of
+from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
-from bilevel.hypergradients import hypergradient
-from bilevel.methods.base import Hypergradient, Method, Stats
-from bilevel.methods.checks import check_lam
+from bilevel.hypergradients import Evaluator
+from bilevel.hyperiterations import Loop, LoopEnded, Part, budget
+from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint
+from bilevel.outer_ranks import led
+from bilevel.outer_record import Iteration, Record, Solution
+from bilevel.outer_sources import Tasks, TaskSource, inner_side, listed, with_outer_batch
 from bilevel.problem import Problem, Task
-from bilevel.progress import outer_progress
+from bilevel.progress import bar
 from bilevel.trees import Tree
 
-Tasks: TypeAlias = Task | Sequence[Task]
-TaskSource: TypeAlias = Callable[[int], Tasks] | Iterator[Tasks]
-
-
-@dataclass(frozen=True)
-class Iteration:
-    """What a callback is given: hyperiteration k = 0, 1, … at λ, before λ is updated."""
-
-    k: int
-    lam: Tree
-    hypergradient: Hypergradient
-    gradient_norm: float
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What the outer loop reached.
-
-    Attributes:
-        outer: λ. With `patience`, the best one seen; otherwise the last.
-        inner: w_T at that λ (a list for a list of tasks).
-        value: f_T at that λ.
-        history: plain arrays with one entry per hyperiteration: "value", "gradient_norm", "seconds" since the start.
-        outcome: a sentence that says how it ended; `outcome.kind` is a word for programs.
-        stats: what the last hypergradient cost.
-    """
-
-    outer: Tree
-    inner: Tree
-    value: float
-    history: dict[str, np.ndarray]
-    outcome: Outcome
-    stats: Stats | None = None
+__all__ = ["Iteration", "Solution", "TaskSource", "Tasks", "solve"]
 
 
 def solve(
@@ -63,44 +40,59 @@ def solve(
     lam: Tree,
     tasks: Tasks | TaskSource,
     *,
-    dynamics: DynamicsLike,
-    steps: int,
+    dynamics: DynamicsLike | None = None,
+    steps: int | None = None,
     method: Method | str | Callable[[int], Method] | None = None,
+    algorithm: Algorithm | None = None,
     optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     constraint: Constraint | Any = None,
     iterations: int = 100,
-    start: Literal["cold", "warm", "online"] = "cold",
+    start: Literal["cold", "warm", "online"] | Tree = "cold",
     tol: float | None = None,
     patience: int | None = None,
     callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 10,
     progress: bool | None = None,
     allow_unused: bool = False,
     raise_on_failure: bool = False,
 ) -> Solution:
     """Minimise f_T over Λ by following hypergradients.
 
+    In a script that torchrun started, the processes share the tasks of a list. Each process returns what a single one
+    would return, bit for bit.
+
     Args:
         problem: the inner and outer objectives and the start.
         lam: where to begin; it is copied, not changed.
         tasks: one task, a list (value and gradient are means over it), or a stochastic source: a function of the
-            hyperiteration k = 0, 1, … or an iterator, returning a task or a list each time.
-        dynamics: Φ, as for `hypergradient`.
-        steps: T, the inner steps of every hyperiteration.
+            hyperiteration k = 0, 1, … or an iterator, returning a task or a list each time. `val` of a task may be a
+            sampler of its own: hyperiteration k evaluates the outer objective on the batch `val(k + 1)`.
+        dynamics: Φ, as for `hypergradient`; not for an algorithm that takes inner steps of its own.
+        steps: T, the inner steps of every hyperiteration; likewise.
         method: how to differentiate, as for `hypergradient`, or a function of the hyperiteration k that returns it:
             `lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)` solves both linear system and inner problem
             more accurately as λ comes to rest.
-        optimizer: builds any torch optimiser from the leaves of λ; Adam with lr=1e-2 by default.
+        algorithm: how λ is moved: `Descent(optimizer, scheduler)` by default, `LBFGSB()` for f_T without noise.
+            `SOBA()` and other single-loop algorithms move w and λ together, on batches of both levels.
+        optimizer: builds any torch optimiser from the leaves of λ; short for `algorithm=Descent(optimizer)`. Adam with
+            lr=1e-2 by default.
         scheduler: builds a torch learning-rate scheduler from the optimiser; stepped once per hyperiteration.
         constraint: Λ; λ is projected onto it before the first and after every update.
         iterations: hyperiterations.
         start: "cold" begins every inner run at init(λ). "warm" begins at the previous w_T, and an implicit method's
-            linear solver at its previous solution. "online" never restarts: the inner run goes on for `steps` more
-            steps, velocities and step number included. With `Forward()` that is real-time hyperparameter optimisation
-            (RTHO), with `Reverse()` or `Truncated(k)` truncated back-propagation.
+            linear solver at its previous solution; a sampler of training batches goes on with new ones. "online" never
+            restarts: the inner run goes on for `steps` more steps, velocities and step number included. With
+            `Forward()` that is real-time hyperparameter optimisation (RTHO), with `Reverse()` or `Truncated(k)`
+            truncated back-propagation. A w, or a list with one for each task, such as `inner` of an earlier `Solution`,
+            is where a warm start begins.
         tol: stop when the norm of the (projected) gradient falls to this.
         patience: stop when the value has not improved for this many hyperiterations, and return the best λ.
         callbacks: called with an `Iteration` before every update; one that returns True stops the loop.
+        checkpoint: a folder for checkpoints. A call that finds one there goes on from it, so after a crash, run the
+            same script again. A task source must be a function of k, or an iterator that begins anew.
+        checkpoint_every: hyperiterations between two checkpoints.
         progress: show a progress bar; None shows one on a terminal.
         allow_unused: as for `hypergradient`.
         raise_on_failure: raise the `DivergenceError` instead of returning it as the outcome.
@@ -120,47 +112,32 @@ def solve(
     >>> print(round(sol.outer.item(), 4), sol.outcome)
     1.0 Converged: the gradient norm fell to 0 ≤ 1e-06 at hyperiteration 1.
     """
-    _check(lam, iterations, start, patience, tasks, method, optimizer)
+    chosen = _algorithm(algorithm, optimizer, scheduler)
+    start, w = (start, None) if isinstance(start, str) else ("warm", start)
+    _check(lam, iterations, start, patience, tasks, method, chosen)
+    dynamics, steps, tasks = inner_side(chosen, dynamics, steps, method, tol, patience, tasks)
     constraint = as_constraint(constraint)
-    callbacks = [callbacks] if callable(callbacks) else callbacks
-    loop = _Loop(
-        problem, tasks, {"dynamics": dynamics, "steps": steps, "allow_unused": allow_unused}, _by_k(method), start
-    )
-    point = _Point(lam, constraint)
-    torch_optimizer = optimizer(point.leaves) if optimizer else torch.optim.Adam(point.leaves, lr=1e-2)
-    torch_scheduler = scheduler(torch_optimizer) if scheduler else None
-    record = _Record()
-    outcome = Outcome("finished", f"Ran all {iterations} hyperiterations.")
+    begin = trees.clone(lam if constraint is None else constraint.project(trees.detach(lam)))
+    record = Record()
+    parts: list[Part] = [record.keep, budget(iterations), record.add]
+    parts += [_tolerance(tol)] if tol is not None else []
+    parts += [record.patience(patience)] if patience is not None else []
+    loop = Loop(parts)
+    evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
+    run = _OuterRun(loop, evaluator, tasks, _by_k(method), constraint, iterations, start, w, chosen.compares_values)
+    parts += [run.ask([callbacks] if callable(callbacks) else callbacks)] if callbacks else []
+    loop.parts = parts
+    outer = OuterProblem(begin, constraint, run.hyperiteration, run.evaluate)
+    if chosen.moves_w:
+        process = partial(evaluator.process, start=w)
+        outer = replace(outer, task=cast(Task, tasks), process=process, look=run.look)
 
     try:
-        with outer_progress(iterations, progress) as report:
-            for k in range(iterations):
-                result = loop.evaluate(point.tree(), k)
-                gradient_norm = point.stationarity(result.grad)
-                record.add(result, gradient_norm, point, k)
-                report(k + 1, record.values[-1])
-                if tol is not None and gradient_norm <= tol:
-                    outcome = Outcome(
-                        "converged",
-                        f"Converged: the gradient norm fell to {gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.",
-                    )
-                    break
-                if patience is not None and k - record.best_k >= patience:
-                    outcome = Outcome(
-                        "stopped early",
-                        f"Stopped early: no improvement on {record.best_value:.6g} (hyperiteration {record.best_k}) "
-                        f"for {patience} hyperiterations.",
-                    )
-                    break
-                # Every callback is called, so that one that stops the loop does not hide it from the others.
-                wishes = [callback(Iteration(k, point.copy(), result, gradient_norm)) for callback in callbacks]
-                if any(wish is True for wish in wishes):
-                    outcome = Outcome("stopped early", f"Stopped early by a callback at hyperiteration {k}.")
-                    break
-                _update(torch_optimizer, torch_scheduler, point, loop, result)
-            else:
-                if start != "online":
-                    record.keep(loop.evaluate(point.tree(), None), point, iterations)
+        with world() as evaluator.world:
+            outer = run.resumed(outer, record, chosen, checkpoint, checkpoint_every)
+            show = progress if evaluator.world.writes else False
+            with bar("hyperiterations", iterations, "f_T(λ) {task.fields[value]}", run.done, show) as record.advance:
+                outcome = loop.run(lambda: led(evaluator.world, chosen.minimise, outer))
     except KeyboardInterrupt:
         outcome = Outcome(
             "interrupted",
@@ -173,48 +150,38 @@ def solve(
             "diverged", f"Diverged at hyperiteration {len(record.values)}: {error} λ is left at its last finite value."
         )
     except BilevelError as error:
-        # Input that cannot work fails at once; what fails later keeps what was reached until then.
+        # Input that cannot work fails at once. A later failure keeps what was reached until then.
         if raise_on_failure or not record.values:
             raise
         outcome = Outcome("failed", f"Failed at hyperiteration {len(record.values)}: {error}")
-    except _SourceEnded:
-        outcome = Outcome(
-            "finished", f"The task source ended after {len(record.values)} of {iterations} hyperiterations."
+    return record.solution(begin, outcome, best=patience is not None or chosen.compares_values)
+
+
+def _tolerance(tol: float) -> Part:
+    def part(k: int, here: Iteration) -> Outcome | None:
+        if not here.gradient_norm <= tol:
+            return None
+        return Outcome(
+            "converged",
+            f"Converged: the gradient norm fell to {here.gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.",
         )
-    return record.solution(point, outcome, best=patience is not None)
+
+    return part
 
 
-def _update(
-    optimizer: torch.optim.Optimizer, scheduler: Any, point: _Point, loop: _Loop, result: Hypergradient
-) -> None:
-    """One step of the outer optimiser and the projection onto Λ; optimisers that search a line evaluate f_T again
-    through the closure."""
-    known: Hypergradient | None = result
-
-    def closure() -> Tensor:
-        nonlocal known
-        here = known or loop.evaluate(point.tree(), None)
-        known = None
-        for leaf, grad in zip(point.leaves, trees.leaves(here.grad), strict=True):
-            leaf.grad = grad.clone()
-        return here.value
-
-    with torch.enable_grad():
-        closure()
-    known = result
-    optimizer.step(closure)  # type: ignore[arg-type]
-    point.project()
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(float(result.value))
-    elif scheduler is not None:
-        scheduler.step()
-    try:
-        check_lam(point.tree())
-    except DivergenceError as error:
-        raise DivergenceError(
-            f"The update made λ non-finite (gradient norm {float(trees.norm(result.grad)):.3g}); lower the outer step "
-            f"size. {error}"
-        ) from error
+def _algorithm(algorithm: Any, optimizer: Any, scheduler: Any) -> Algorithm:
+    if algorithm is None:
+        return Descent(optimizer, scheduler)
+    if not isinstance(algorithm, Algorithm):
+        raise BilevelError(
+            f"algorithm={algorithm!r} is not an algorithm. Pass an instance, such as Descent() or LBFGSB()."
+        )
+    if optimizer is not None or scheduler is not None:
+        raise BilevelError(
+            "optimizer and scheduler are settings of Descent, and algorithm was passed too. Write "
+            "algorithm=Descent(optimizer, scheduler), or pass only one of them."
+        )
+    return algorithm
 
 
 def _by_k(method: Any) -> Callable[[int], Any]:
@@ -236,147 +203,167 @@ def _kind(method: Any) -> tuple[Any, ...]:
     return type(method), getattr(method, "condition", None)
 
 
-class _SourceEnded(Exception):
-    pass
-
-
 @dataclass
-class _Loop:
-    """Evaluates f_T and its gradient, hyperiteration by hyperiteration, carrying over what a warm or online start
-    needs."""
+class _OuterRun:
+    """f_T and ∇f_T at one λ after the other, with what a warm or online start carries from one to the next."""
 
-    problem: Problem
+    loop: Loop
+    evaluator: Evaluator
     tasks: Any
-    settings: dict[str, Any]
     methods: Callable[[int], Any]
+    constraint: Constraint | None
+    iterations: int
     start: str
+    w: Tree | None
+    compares_values: bool = False
+    done: int = 0
+    drawn: Any = None
+    method: Any = None
     previous: Hypergradient | None = None
-    drawn: Tasks | None = None
-    method: Method | str | None = None
+    previous_kind: Any = None
+    save: Callable[[int], None] = lambda k: None
 
-    def evaluate(self, lam: Tree, k: int | None) -> Hypergradient:
-        """f_T and ∇f_T at λ on the tasks of hyperiteration k; None stays with those drawn last."""
-        if k is not None or self.drawn is None:
-            self.drawn = self._draw(k or 0)
-        tasks = self.drawn
-        last = self.method
-        if k is not None or self.method is None:
-            self.method = self.methods(k or 0)
-        extra: dict[str, Any] = {"method": self.method}
-        if self.previous is not None and self.start == "warm":
-            extra["start"] = self.previous.inner
-            many = isinstance(tasks, (list, tuple))
-            # A method of another kind solves another system.
-            if _kind(last) == _kind(self.method):
-                extra["adjoint"] = [task.adjoint for task in self.previous.tasks] if many else self.previous.adjoint
-        elif self.previous is not None and self.start == "online":
+    def resumed(
+        self, outer: OuterProblem, record: Record, algorithm: Algorithm, folder: str | Path | None, every: int
+    ) -> OuterProblem:
+        """The outer problem at the checkpoint in the folder, if there is one; checkpoints will be written there."""
+        everybody = self.evaluator.world
+        if everybody.size == 1 and folder is None:
+            return outer
+        problem = {"lam": fingerprint(outer.lam), "steps": self.evaluator.steps}
+        if not isinstance(self.tasks, Iterator):
+            problem["tasks"] = fingerprint(self._draw(0))
+        everybody.same(problem, "The processes called solve(…) with different λ, tasks or steps.")
+        if folder is None:
+            return outer
+        if not algorithm.resumes:
+            raise BilevelError(
+                f"checkpoint={str(folder)!r} was passed, but {type(algorithm).__name__} cannot go on from a state in "
+                "the middle. Leave checkpoint= out, or use another algorithm, such as Descent()."
+            )
+        kind = {"algorithm": type(algorithm).__name__, "start": self.start}
+        checkpoints = OuterCheckpoints(Path(folder), every, everybody, {**problem, **kind})
+        leaves, spec = trees.flatten(outer.lam)
+        states: list[Callable[[], Tree]] = []
+
+        def save(k: int) -> None:
+            if k and (k % every == 0 or k == self.iterations):
+                previous = None if self.start == "cold" else self.previous
+                if everybody.writes:
+                    state = {"algorithm": states[0](), "record": record.state(), "previous": previous}
+                    checkpoints.save(k, state)
+
+        self.save, found, saved = save, checkpoints.load(leaves[0].device), None
+        if found is not None:
+            self.done, state = found
+            saved, self.previous = state["algorithm"], state["previous"]
+            record.load(state["record"], spec)
+            self.method, self.drawn = self.methods(self.done - 1), self._draw_again(self.done)
+            self.previous_kind = _kind(self.method)
+        return replace(outer, saved=saved, keep=states.append)
+
+    def ask(self, callbacks: Sequence[Callable[[Iteration], bool | None]]) -> Part:
+        def part(k: int, here: Iteration) -> Outcome | None:
+            # All callbacks are called, also after one that stops the loop. Each may keep its copy of λ.
+            answers = [
+                callback(Iteration(k, trees.clone(here.lam), here.hypergradient, here.gradient_norm))
+                for callback in callbacks
+            ]
+            # One process stops all: a callback may look at the clock.
+            if not self.evaluator.world.any(any(answer is True for answer in answers)):
+                return None
+            return Outcome("stopped early", f"Stopped early by a callback at hyperiteration {k}.")
+
+        return part
+
+    def hyperiteration(self, lam: Tree) -> Hypergradient:
+        """Evaluate λ as the next hyperiteration, and show the result to the parts of the loop.
+
+        λ after the last update is evaluated too, on the tasks drawn last. In an online run that would be more inner
+        steps, so the loop ends before.
+        """
+        k, self.done = self.done, self.done + 1
+        self.save(k)
+        if k < max(1, self.iterations):
+            self.drawn, self.method = self._draw(k), self.methods(k)
+        elif self.start == "online":
+            raise LoopEnded(Outcome("finished", f"Ran all {k} hyperiterations."))
+        result = self.evaluate(lam)
+        self.loop.look(k, Iteration(k, lam, result, self._stationarity(lam, result.grad)))
+        return result
+
+    def look(self, lam: Tree, result: Hypergradient, norm: float) -> None:
+        """Show the parts of the loop an iteration of an algorithm that takes inner steps of its own."""
+        k, self.done = self.done, self.done + 1
+        self.save(k)
+        self.loop.look(k, Iteration(k, lam, result, norm))
+
+    def evaluate(self, lam: Tree) -> Hypergradient:
+        """f_T and ∇f_T at λ, with the tasks and the method of this hyperiteration."""
+        extra: dict[str, Any] = {"drawn": self.drawn_before()}
+        kind = _kind(self.method)
+        if self.previous is None:
+            extra["start"] = self.w
+        elif self.start == "online":
             extra["start"] = self.previous
-        self.previous = hypergradient(self.problem, lam, tasks, **self.settings, **extra)
-        return self.previous
+        elif self.start == "warm":
+            extra["start"] = self.previous.inner
+            if kind == self.previous_kind:
+                many = isinstance(self.drawn, (list, tuple))
+                extra["adjoint"] = [one.adjoint for one in self.previous.tasks] if many else self.previous.adjoint
+        result = self.evaluator.gradient(lam, self.drawn, self.method, **extra)
+        self.previous, self.previous_kind = result, kind
+        return result
+
+    def drawn_before(self) -> int:
+        """How many training batches earlier hyperiterations drew: a warm start goes on with new ones."""
+        goes_on = self.start == "warm" and not self.compares_values
+        return (self.done - 1) * self.evaluator.steps if goes_on else 0
 
     def _draw(self, k: int) -> Tasks:
         if isinstance(self.tasks, (Task, list, tuple)):
-            return self.tasks
-        if isinstance(self.tasks, Iterator):
-            try:
-                return next(self.tasks)
-            except StopIteration:
-                raise _SourceEnded from None
-        return self.tasks(k)
+            return with_outer_batch(self.tasks, k)
+        if not isinstance(self.tasks, Iterator):
+            return with_outer_batch(self.tasks(k), k)
+        for tasks in self.tasks:
+            return with_outer_batch(tasks, k)
+        raise LoopEnded(Outcome("finished", f"The task source ended after {k} of {self.iterations} hyperiterations."))
 
+    def _draw_again(self, k: int) -> Tasks:
+        """The tasks of hyperiteration k − 1, with an iterator moved on to those of k."""
+        if not isinstance(self.tasks, Iterator):
+            return self._draw(k - 1)
+        return [self._draw(i) for i in range(k)][-1]
 
-class _Point:
-    """λ as leaves that a torch optimiser can own, always inside Λ."""
-
-    def __init__(self, lam: Tree, constraint: Constraint | None) -> None:
-        values, self.spec = trees.flatten(lam)
-        self.constraint = constraint
-        self.leaves = [value.detach().clone().requires_grad_() for value in values]
-        self.project()
-
-    def tree(self) -> Tree:
-        return self.spec.unflatten(leaf.detach() for leaf in self.leaves)
-
-    def copy(self) -> Tree:
-        return trees.clone(self.tree())
-
-    def project(self) -> None:
-        if self.constraint is not None:
-            with torch.no_grad():
-                for leaf, value in zip(self.leaves, trees.leaves(self.constraint.project(self.tree())), strict=True):
-                    leaf.copy_(value)
-
-    def stationarity(self, grad: Tree) -> float:
+    def _stationarity(self, lam: Tree, grad: Tree) -> float:
         """‖∇f‖, or ‖λ − P(λ − ∇f)‖ where there is a constraint: zero exactly at stationary points."""
-        if self.constraint is None:
-            return float(trees.norm(grad))
-        lam = self.tree()
-        return float(trees.norm(trees.subtract(lam, self.constraint.project(trees.subtract(lam, grad)))))
-
-
-@dataclass
-class _Record:
-    """The history, and the λ that will be returned."""
-
-    began: float = field(default_factory=time.perf_counter)
-    values: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    best_value: float = float("inf")
-    best_k: int = -1
-    best: tuple[Tree, Hypergradient] | None = None
-    last: tuple[Tree, Hypergradient] | None = None
-
-    def add(self, result: Hypergradient, gradient_norm: float, point: _Point, k: int) -> None:
-        self.values.append(float(result.value))
-        self.norms.append(gradient_norm)
-        self.seconds.append(time.perf_counter() - self.began)
-        self.keep(result, point, k)
-
-    def keep(self, result: Hypergradient, point: _Point, k: int) -> None:
-        """λ at hyperiteration k is the last one now, and perhaps the best."""
-        self.last = (point.copy(), result)
-        if float(result.value) < self.best_value:
-            self.best_value, self.best_k, self.best = float(result.value), k, self.last
-
-    def solution(self, point: _Point, outcome: Outcome, best: bool) -> Solution:
-        kept = self.best if best and self.best is not None else self.last
-        history = {
-            "value": np.array(self.values),
-            "gradient_norm": np.array(self.norms),
-            "seconds": np.array(self.seconds),
-        }
-        if kept is None:
-            return Solution(point.copy(), None, float("nan"), history, outcome)
-        lam, result = kept
-        return Solution(lam, result.inner, float(result.value), history, outcome, result.stats)
+        if self.constraint is not None:
+            grad = trees.subtract(lam, self.constraint.project(trees.subtract(lam, grad)))
+        return float(torch.linalg.vector_norm(grad) if isinstance(grad, Tensor) else trees.norm(grad))
 
 
 def _check(
-    lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any, method: Any, optimizer: Any
+    lam: Tree, iterations: int, start: str, patience: int | None, tasks: Any, method: Any, algorithm: Algorithm
 ) -> None:
     check_lam(lam)
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if start not in ("cold", "warm", "online"):
-        raise BilevelError(f"start={start!r} is not known; pass 'cold', 'warm' or 'online'.")
+        raise BilevelError(f"start={start!r} is not known; pass 'cold', 'warm', 'online', or a w to begin with.")
     if patience is not None and patience < 1:
         raise BilevelError(f"patience={patience} would stop at once; pass a number ≥ 1 or None.")
     if start == "online" and method == "auto":
         raise BilevelError("start='online' needs a method that can go on: pass Forward(), Reverse() or Truncated(k).")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise BilevelError(
-            "optimizer is an instance, but λ's leaves are made here. Pass a function, as in "
-            "optimizer=lambda params: torch.optim.Adam(params, lr=1e-2)."
-        )
     source = not isinstance(tasks, (Task, list, tuple))
     if source and not (callable(tasks) or isinstance(tasks, Iterator)):
         raise BilevelError(
             f"tasks is {type(tasks).__name__}; pass a Task, a list of them, a function of the hyperiteration, or an "
             "iterator."
         )
-    if source and start != "cold":
+    noisy = source or any(callable(task.val) for task in listed(tasks))
+    if algorithm.compares_values and (noisy or start == "online"):
         raise BilevelError(
-            f"start={start!r} carries w from one hyperiteration to the next, but a task source draws other tasks each "
-            "time. Pass start='cold'."
+            f"{type(algorithm).__name__} compares values of f_T at several λ, which is only meaningful where every "
+            "hyperiteration evaluates the same function: pass a Task or a list of them, with a batch as val, and "
+            "start='cold' or 'warm'."
         )

@@ -1,7 +1,7 @@
 """Pytree algebra: λ, w and batches are nested dicts, lists, tuples and dataclasses of tensors.
 
-Structure is `optree`'s; this module adds the little linear algebra that the methods need and one way to
-name a leaf for people.
+The structure of a tree comes from `optree`. This module adds the linear algebra that the methods need, and readable
+names of leaves.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Tree: TypeAlias = Any
-# An `optree.PyTreeSpec`, whose annotations know less about a tree than Any does.
+# An `optree.PyTreeSpec`. Its annotations are less precise than Any for our trees.
 Spec: TypeAlias = Any
 NAMESPACE = "bilevel"
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
-    """The leaves of `tree`, left to right, and the structure that puts them back."""
+    """The leaves of `tree`, left to right, and the structure to rebuild it from leaves."""
     return optree.tree_flatten(tree, namespace=NAMESPACE)
 
 
@@ -48,7 +48,7 @@ def register(cls: type, fields: Sequence[str]) -> None:
 
 
 class _Same(dict[str, Any]):
-    """Settings that travel with a node; two nodes of a class have the same structure whatever these hold."""
+    """Settings stored in a node. They are ignored when two structures are compared."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same)
@@ -58,7 +58,7 @@ class _Same(dict[str, Any]):
 
 
 def paths(tree: Tree) -> list[str]:
-    """A name for every leaf, as one would write it in Python.
+    """A name for every leaf, as it is written in Python.
 
     >>> paths({"a": 1, "b": (2, 3)})
     ["['a']", "['b'][0]", "['b'][1]"]
@@ -68,7 +68,7 @@ def paths(tree: Tree) -> list[str]:
 
 
 def is_variable(leaf: Any) -> bool:
-    """Whether `leaf` is something one can differentiate with respect to."""
+    """Whether `leaf` is a tensor that can be differentiated with respect to."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 

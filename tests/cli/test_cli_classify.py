@@ -12,9 +12,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from bilevel.cli import build
-from bilevel.cli._user_pictures import as_ink, printable
-from bilevel.meta.hyper_representation import HyperRepresentation
-from bilevel.meta.settings import Settings
+from bilevel.cli._user_pictures import printable
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.settings import TrainingSettings
 
 LOOKS = {"rows": (0, 12, 24), "column": (24,), "two": (12, 36)}
 
@@ -47,7 +47,7 @@ def models(tmp_path_factory):
         ("averages", 1, "glyphs", "running"),
     ):
         learner = HyperRepresentation("omniglot-net", (channels, 28, 28), steps=5, inner_lr=0.05, batch_norm=mode)
-        learner.save(folder / name, {"settings": Settings(dataset=dataset, batch_norm=mode).plain()})
+        learner.save(folder / name, {"settings": TrainingSettings(dataset=dataset, batch_norm=mode).plain()})
     return folder
 
 
@@ -89,7 +89,7 @@ def test_table_accuracy_and_what_it_rests_on(call):
         "trained on glyphs, 5-way 1-shot), T = 5",
         "Batch norm: support, the query set by the support set's statistics",
         "15 of 15 pictures were scaled to 28×28.",
-        "15 of 15 pictures were inverted because of their light borders",
+        "15 of 15 pictures were inverted because their ink is darker than the paper",
     ):
         assert text in done.stdout, (text, done.stdout)
     assert "runner-up" not in call("--top", 1).stdout and "no. 3" in call("--top", 3).stdout
@@ -155,14 +155,6 @@ def test_light_on_dark_and_dark_on_light_end_up_the_same(call, user):
     assert any("15 of 15 pictures were inverted." in note for note in answer(call("--json", "--invert"))["notes"])
 
 
-def test_gray_paper_is_brought_to_full_contrast():
-    faint = 255 - np.asarray(drawing("two", 0, ink=120, paper=190))[..., None]
-    made = as_ink(faint)
-    assert made.min() == 0 and made.max() == 255 and set(np.unique(made)) == {0, 255}
-    noise = np.random.default_rng(0).integers(60, 66, (28, 28, 1)).astype(np.uint8)
-    assert not as_ink(noise).any()
-
-
 def test_pictures_of_every_kind_are_converted_and_it_is_said(call, user):
     new = user / "new"
     gray = drawing("rows", 30)
@@ -180,7 +172,7 @@ def test_pictures_of_every_kind_are_converted_and_it_is_said(call, user):
         "1 of 20 pictures were transparent (onto white)",
         "1 of 20 pictures were colour",
         "1 of 20 pictures were palette",
-        "20 of 20 pictures were scaled to 28×28, 1 of them filled up at the sides with their border's colour.",
+        "20 of 20 pictures were scaled to 28×28, 1 of them filled up at the sides with paper.",
     ):
         assert text in notes, (text, notes)
     said = {line["picture"]: line["prediction"] for line in found["predictions"]}
@@ -209,13 +201,40 @@ def test_what_is_left_out_blank_or_known_already_is_said(call, user):
     assert found["accuracy"]["of"] == 9 and "9 of 9 pictures whose folder names a class" in call().stdout
 
 
-def test_all_unreadable_pictures_are_named_and_nothing_is_written(call, user):
+def test_unreadable_pictures_are_left_out_and_named_or_stop_everything(call, user):
     (user / "known" / "two" / "1.png").write_bytes(b"no picture")
     (user / "new" / "rows" / "0.png").write_bytes(b"")
-    failed = call("--csv", user / "out.csv", "--picture", user / "out.png")
+    found = answer(call("--json"))
+    assert found["classes"]["two"] == 2 and found["accuracy"]["of"] == 8
+    assert any("left out (2; --strict: stop instead)" in note and "1.png" in note for note in found["notes"])
+    failed = call("--strict", "--csv", user / "out.csv", "--picture", user / "out.png")
     assert failed.exit_code == 2 and failed.stdout == "" and failed.stderr.startswith("Error: ")
     assert "1.png cannot be read" in failed.stderr and "0.png cannot be read: the file is empty" in failed.stderr
     assert not (user / "out.csv").exists() and not (user / "out.png").exists()
+    (user / "known" / "rows" / "0.png").write_bytes(b"")
+    nothing = call()
+    assert nothing.exit_code == 2 and "No picture of the class rows can be read" in nothing.stderr
+
+
+def test_a_drawing_in_a_corner_is_found_unless_asked_not_to(call, user):
+    for number, file in enumerate(sorted(user.rglob("*.png"))):
+        with Image.open(file) as picture:
+            page = Image.new("L", (200, 200), 235)
+            page.paste(picture, ((5, 140), (140, 10), (30, 20))[number % 3])
+        page.save(file)
+    found = answer(call("--json", "--picture", user / "out.png"))
+    assert found["accuracy"]["accuracy"] >= 8 / 9 and found["preparation"]["clean"]
+    assert any("15 of 15 pictures had their ink far from the middle" in note for note in found["notes"])
+    left = answer(call("--json", "--no-clean"))
+    assert not left["preparation"]["clean"] and left["accuracy"]["accuracy"] < found["accuracy"]["accuracy"]
+
+
+def test_a_learner_that_was_only_saved_is_taken(models, user):
+    learner = HyperRepresentation("omniglot-net", (3, 28, 28), steps=5, inner_lr=0.05)
+    learner.save(user / "model")
+    for spec in ("model", "model.safetensors", "model.json"):
+        given = ["classify", user / spec, "--support", user / "known", "--query", user / "new", "--json"]
+        assert answer(CliRunner().invoke(build(), list(map(str, given))))["accuracy"]["of"] == 9
 
 
 @pytest.mark.parametrize(
@@ -260,7 +279,7 @@ def test_options_that_cannot_work(call, user, monkeypatch, arguments, message):
 
 def test_a_run_whose_description_is_incomplete(models, user):
     (user / "run").mkdir()
-    (user / "run" / "config.json").write_text(json.dumps({"settings": Settings().plain()}))
+    (user / "run" / "config.json").write_text(json.dumps({"settings": TrainingSettings().plain()}))
     for name in ("best", "last"):
         (user / "run" / f"{name}.safetensors").write_bytes((models / "ink.safetensors").read_bytes())
     given = ["classify", user / "run", "--support", user / "known", "--query", user / "new"]
@@ -281,3 +300,51 @@ def test_help_needs_no_torch():
     )
     assert "--support" in shown.stdout
     assert not {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()} & {"torch", "numpy"}
+
+
+def test_a_classifier_is_kept_and_used_without_its_pictures(call, user, models):
+    save(drawing("rows", 7), user / "known" / "rows" / "7.png")
+    first = answer(call("--json", "--save", user / "my.safetensors", "--none", 0.2))
+    for file in (user / "known").rglob("*.png"):
+        file.unlink()
+    kept = ["classify", user / "my.safetensors", "--query", user / "new", "--json", "--none", 0.2]
+    again = answer(CliRunner().invoke(build(), list(map(str, kept))))
+    assert again["predictions"] == first["predictions"] and again["accuracy"] == first["accuracy"]
+    for wrong, message in (
+        (["--steps", 3], "was adapted already; leave --steps out"),
+        (["--none", 2], "is no rate"),
+        (["--save", "x.pt"], "ends in .safetensors"),
+    ):
+        failed = CliRunner().invoke(build(), [*map(str, kept), *map(str, wrong)])
+        assert failed.exit_code == 2 and message in failed.stderr, failed.output
+    failed = CliRunner().invoke(build(), ["classify", str(models / "ink"), "--query", str(user / "new")])
+    assert failed.exit_code == 2 and "--support is missing" in failed.stderr
+
+
+def test_none_of_these_needs_enough_to_go_by(call):
+    failed = call("--none", 0.05)
+    assert failed.exit_code == 2 and "`bilevel evaluate` has calibrated" in failed.stderr
+
+
+def test_without_a_model_one_is_chosen_and_it_is_said_why(user):
+    given = ["classify", "--support", user / "known", "--query", user / "new", "--json"]
+    found = answer(CliRunner().invoke(build(), list(map(str, given))))
+    assert found["model"].startswith("zoo:omniglot") and "look like drawings" in found["notes"][0]
+
+
+def test_class_names_that_spreadsheets_would_run_are_text_in_the_csv(call, user):
+    for folder in ("known", "new"):
+        (user / folder / "two").rename(user / folder / "=1+1")
+    found = answer(call("--json", "--csv", user / "out.csv"))
+    with (user / "out.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["truth"] for line in lines} == {"'=1+1", "rows", "column"}
+    assert all(not text.startswith("=") for line in lines for text in (*line, *line.values()))
+    assert "=1+1" in found["classes"]
+
+
+def test_a_fifo_among_the_pictures_is_left_out_and_named(call, user):
+    for place in ("known", "new"):
+        os.mkfifo(user / place / "rows" / "x.png")
+    found = answer(call("--json"))
+    assert len(found["predictions"]) == 9 and any("x.png" in note for note in found["notes"])

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bilevel.data import load
-from bilevel.meta import evaluation, library
-from bilevel.meta.evaluation import judge
-from bilevel.meta.hyper_representation import HyperRepresentation
-from bilevel.meta.training import episodes
+from bilevel.learners import evaluation, library
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.evaluation import judge
+from bilevel.learners.streams import episodes
 from bilevel.training.files import write_tensors
 from training.processes import here, words
 
@@ -44,7 +44,7 @@ def test_every_number_of_steps_is_judged_and_the_best_once_on_test(run, monkeypa
         asked.append((stream.split, count, steps))
         return judge(learner, stream, count, steps, **options)
 
-    monkeypatch.setattr("bilevel.meta.evaluation.judge", judged)
+    monkeypatch.setattr("bilevel.learners.evaluation.judge", judged)
     found = numbers(run, *FEW)
     chosen = found["steps"]
     assert asked == [("val", 6, 8), ("test", 6, chosen)]

@@ -9,16 +9,17 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.preprocessing import StandardScaler
 from typer.testing import CliRunner
 
 from bilevel.cli import build
 from bilevel.estimators import BilevelLogisticRegression, BilevelRidge
-from bilevel.tabular.model import load
-from bilevel.tabular.preparing import prepare
-from bilevel.tabular.reading import read_table
-from bilevel.tabular.settings import TuneSettings
+from bilevel.tabular import TuneSettings, load, read_table
+from bilevel.tabular.preparing import used_table
 
-QUICK = ["--max-iter", "5"]
+QUICK = ["--max-iter", "5", "--repeats", "1", "--cv", "2"]
+
+FLATS = ["--target", "price", "--one-hot", "--penalty", "shared", "--model", "ridge"]
 
 
 def call(*arguments):
@@ -41,11 +42,11 @@ def place(tmp_path_factory):
     gaps.loc[4, "size"] = gaps.loc[6, "town"] = None
     gaps.to_csv(root / "gaps.csv", index=False)
     for name, table, *options in (
-        ("number", "diabetes.csv", "--target", "target", "--no-refit"),
-        ("classes", "cancer.csv", "--target", "target", "--no-refit"),
-        ("flats", "flats.csv", "--target", "price", "--one-hot", "--penalty", "shared"),
-        ("filled", "gaps.csv", "--target", "price", "--one-hot", "--missing", "median", "--penalty", "shared"),
-        ("dropped", "gaps.csv", "--target", "price", "--one-hot", "--missing", "drop", "--penalty", "shared"),
+        ("number", "diabetes.csv", "--target", "target", "--model", "ridge"),
+        ("classes", "cancer.csv", "--target", "target"),
+        ("flats", "flats.csv", *FLATS),
+        ("filled", "gaps.csv", *FLATS, "--missing", "median"),
+        ("dropped", "gaps.csv", *FLATS, "--missing", "drop"),
     ):
         done = call("tune", root / table, *options, "--out", root / name, *QUICK)
         assert done.exit_code == 0, done.output
@@ -71,13 +72,12 @@ def rows(text):
 @pytest.mark.parametrize("kind", ["number", "classes"])
 def test_predictions_equal_the_estimators(place, kind):
     table = read_table(place / ("diabetes.csv" if kind == "number" else "cancer.csv"))
-    settings = TuneSettings("target", max_iter=5, refit=False)
-    prepared = prepare(table, settings)
+    used = used_table(table, TuneSettings("target", max_iter=5, cv=2))
     estimator = (BilevelRidge if kind == "number" else BilevelLogisticRegression)(
-        cv=prepared.folds(settings), max_iter=5
+        cv=used.splits.inner(np.arange(len(used.y))), max_iter=5
     )
-    estimator.fit(prepared.standardised(prepared.train), prepared.y[prepared.train])
-    every = prepared.standardised(np.ones(len(prepared.y), dtype=bool))
+    every = StandardScaler().fit_transform(used.frame)
+    estimator.fit(every, used.y)
     done = call("predict", place / kind, table.path, "--json", *(["--proba"] if kind == "classes" else []))
     found = json.loads(done.stdout)
     if kind == "number":
@@ -85,8 +85,7 @@ def test_predictions_equal_the_estimators(place, kind):
     else:
         chances = np.array([found["probabilities"][name] for name in ("benign", "malignant")]).T
         assert np.allclose(chances, estimator.predict_proba(every), rtol=1e-12, atol=1e-12)
-        names = np.array(["benign", "malignant"])[estimator.predict(every)]
-        assert found["predictions"] == names.tolist()
+        assert found["predictions"] == estimator.predict(every).tolist()
 
 
 def test_rows_are_kept_as_they_are_with_a_column_more(place, tmp_path):
@@ -118,6 +117,19 @@ def test_a_semicolon_stays_a_semicolon(place, tmp_path):
     assert [line.rpartition(";")[2] for line in done.stdout.splitlines()] == commas.splitlines()
 
 
+@pytest.mark.parametrize("name", ["new.xlsx", "new.csv.gz"])
+def test_excel_and_gzip(place, tmp_path, name):
+    frame = pd.read_csv(place / "flats.csv").iloc[:9]
+    frame.to_excel(tmp_path / name, index=False) if "xlsx" in name else frame.to_csv(tmp_path / name, index=False)
+    expected = call("predict", place / "flats", place / "flats.csv", "--only").stdout.splitlines()[:10]
+    assert call("predict", place / "flats", tmp_path / name, "--only").stdout.splitlines() == expected
+    done = call("predict", place / "flats", tmp_path / name, "--out", tmp_path / f"out-{name}")
+    assert done.exit_code == 0, done.output
+    found = (pd.read_excel if "xlsx" in name else pd.read_csv)(tmp_path / f"out-{name}")
+    assert found["prediction"].tolist() == pytest.approx([float(value) for value in expected[1:]])
+    pd.testing.assert_frame_equal(found.drop(columns="prediction"), frame)
+
+
 def test_parquet(place, tmp_path):
     pd.read_csv(place / "cancer.csv").to_parquet(tmp_path / "new.parquet")
     one = call("predict", place / "classes", tmp_path / "new.parquet", "--only", "--proba")
@@ -125,9 +137,20 @@ def test_parquet(place, tmp_path):
     assert one.stdout == two.stdout and one.stdout.startswith("prediction,probability_benign,probability_malignant\n")
 
 
+@pytest.mark.parametrize("only", [False, True])
+def test_parquet_out(place, tmp_path, only):
+    arguments = ["--proba", *(["--only"] if only else [])]
+    done = call("predict", place / "classes", place / "cancer.csv", "--out", tmp_path / "p.parquet", *arguments)
+    assert done.exit_code == 0, done.output
+    found = pd.read_parquet(tmp_path / "p.parquet")
+    call("predict", place / "classes", place / "cancer.csv", "--out", tmp_path / "p.csv", *arguments)
+    pd.testing.assert_frame_equal(found, pd.read_csv(tmp_path / "p.csv"))
+    assert len(found.columns) == (3 if only else 34)
+
+
 def test_the_error_is_said_where_the_target_is_known(place, tmp_path):
     done = call("predict", place / "classes", place / "cancer.csv", "--only")
-    assert "accuracy" in done.stderr and "tuned on this very file" in done.stderr
+    assert "accuracy" in done.stderr and "tuned on this file" in done.stderr
     frame = pd.read_csv(place / "diabetes.csv").iloc[:50]
     frame.loc[3, "target"] = None
     frame.to_csv(tmp_path / "new.csv", index=False)
@@ -154,21 +177,22 @@ def test_extra_columns_are_named_and_order_does_not_matter(place, flats, tmp_pat
 
 def test_a_new_category_is_zeros_and_a_note(place, flats):
     done = flats(town=["Oslo", "Rome", "Bonn", "Oslo", "Bonn"])
-    assert done.exit_code == 0 and "'town': 2 rows" in done.stderr and "'Bonn' in row 3" in done.stderr
-    model = load(place / "flats")
-    assert model.features == ["size", "town=Oslo", "town=Rome", "lift"]
+    assert done.exit_code == 0 and "'town': 2 rows" in done.stderr and "such as 'Bonn'" in done.stderr
+    assert "all of its indicators are 0 there, as for 'Oslo'" in done.stderr
+    pipeline = load(place / "flats").pipeline
+    assert list(pipeline["columns"].get_feature_names_out()) == ["size", "lift", "town=Rome"]
     frame = pd.read_csv(place / "flats.csv").iloc[2:3].drop(columns="price")
-    features = np.array([[frame["size"].iloc[0], 0, 0, float(frame["lift"].iloc[0])]])
-    assert float(rows(done.stdout)[2]["prediction"]) == pytest.approx(model.scores(features)[0, 0], rel=1e-14)
+    features = np.array([[frame["size"].iloc[0], float(frame["lift"].iloc[0]), 0]])
+    assert float(rows(done.stdout)[2]["prediction"]) == pytest.approx(pipeline[1:].predict(features)[0], rel=1e-14)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"size": [50, 60, "big", 70, 80]}, ["Column 'size'", "'big' in row 3", "is not a number"]),
+        ({"size": [50, 60, "big", 70, 80]}, ["Column 'size'", "'big' in row 3", "is not a finite number"]),
         ({"size": [50, 60, None, 70, 80]}, ["Column 'size'", "1 row, first in row 3", "--missing median"]),
         ({"town": ["Oslo", None, "Rome", "Rome", "Oslo"]}, ["Column 'town'", "first in row 2"]),
-        ({"size": [50, "inf", 1, 70, 80]}, ["Column 'size'", "infinite", "row 2"]),
+        ({"size": [50, "inf", 1, 70, 80]}, ["Column 'size'", "'inf' in row 2", "is not a finite number"]),
         ({"lift": ["True", "maybe", "True", "True", "True"]}, ["Column 'lift'", "'maybe' in row 2", "True or False"]),
         ({"lift": [0, 1, 2, 0, 1]}, ["Column 'lift'", "'2' in row 3", "True or False"]),
     ],

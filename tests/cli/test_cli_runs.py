@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from bilevel.cli import build, runs
-from bilevel.meta.settings import Settings
+from bilevel.learners.settings import TrainingSettings
 from bilevel.training.files import write_tensors
 from bilevel.training.folder import RunFolder
 
@@ -29,7 +29,7 @@ def make(tmp_path, monkeypatch):
     def one(name, done=100, preset=None, scores=((0, 0.2), (50, 0.8), (100, 0.7)), **settings):
         folder = RunFolder(tmp_path / "runs" / name)
         folder.path.mkdir(parents=True)
-        folder.begin({"preset": preset, "settings": Settings(**{"iterations": 100, **settings}).plain()})
+        folder.begin({"preset": preset, "settings": TrainingSettings(**{"iterations": 100, **settings}).plain()})
         lines = [{"iteration": i, "score": s, "interval": 0.01, "minutes": i / 10} for i, s in scores]
         lines.append({"iteration": done, "loss": 1.0})
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 9')
@@ -87,20 +87,21 @@ def test_a_damaged_folder_is_listed_with_what_is_wrong(make, tmp_path):
     cut.best.write_bytes(cut.best.read_bytes()[:-4])
     (make("strange").metrics).write_text('{"iteration": 3, "score": "high"}\n{"iteration": 4, "score": 0.5}\n')
     found = {name: run["state"] for name, run in states(tmp_path / "runs").items()}
-    assert found.pop("sound") == "finished"
-    assert all(state.startswith("damaged: ") for state in found.values()) and len(found) == 5
+    assert found.pop("sound") == "finished" and not found.pop("strange").startswith("damaged")
+    assert all(state.startswith("damaged: ") for state in found.values()) and len(found) == 4
     assert "config.json cannot be read" in found["text"] and "not the configuration of a run" in found["other"]
     assert "no 'ways'" in found["old"] and "best.safetensors cannot be read" in found["cut"]
     shown = call(tmp_path / "runs")
-    assert shown.exit_code == 0 and shown.stdout.count("damaged: ") == 5
+    assert shown.exit_code == 0 and shown.stdout.count("damaged: ") == 4
+    assert "metrics.jsonl: left out line 1 of 3" in shown.stderr
 
 
 def test_the_zoo_is_listed_with_its_test_scores(make, tmp_path):
     (tmp_path / "zoo").mkdir()
     score = {"test": {"accuracy": 0.975, "interval": 0.002, "steps": 6}}
-    card = {"settings": Settings(batch_norm="support").plain(), "score": score}
+    card = {"settings": TrainingSettings(batch_norm="support").plain(), "score": score}
     (tmp_path / "zoo" / "good.json").write_text(json.dumps(card))
-    (tmp_path / "zoo" / "unjudged.json").write_text(json.dumps({"settings": Settings().plain()}))
+    (tmp_path / "zoo" / "unjudged.json").write_text(json.dumps({"settings": TrainingSettings().plain()}))
     (tmp_path / "zoo" / "wrong.json").write_text("[]")
     shown = call(tmp_path / "nothing").stdout
     lines = {line.split()[0]: line for line in shown.splitlines() if line.startswith("zoo:")}

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -12,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bilevel.meta.presets import PRESETS
-from bilevel.meta.settings import Settings
-from bilevel.training.folder import RunFolder, read_metrics
-from training.processes import TINY, finish, here, start, wait_for, weights, words
+from bilevel.learners.presets import PRESETS
+from bilevel.learners.settings import TrainingSettings
+from bilevel.training.folder import RunFolder
+from bilevel.training.log import read_metrics
+from training.processes import ENVIRONMENT, TINY, finish, here, start, wait_for, weights, words
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +32,14 @@ def config(folder):
 
 
 def losses(folder):
-    return [(line["iteration"], line["loss"]) for line in read_metrics(RunFolder(folder).metrics) if "loss" in line]
+    return [(line["iteration"], line["loss"]) for line in read_metrics(folder) if "loss" in line]
 
 
 def test_everything_is_said_before_the_first_step(run):
     _, done = run
     assert done.exit_code == 0 and done.stderr == ""
     said = done.stdout
-    for name in Settings().plain():
+    for name in TrainingSettings().plain():
         assert re.search(rf"^  {name} = ", said, re.M), name
     for text in (
         "glyphs: 22,580 images 28×28×1",
@@ -70,11 +72,11 @@ def test_the_folder_holds_the_whole_run(run):
     assert [file.stem for file in RunFolder(folder).checkpoints.files()] == ["000000004", "000000006"]
     written = config(folder)
     assert written["preset"] == "glyphs-5way-1shot" and written["settings"]["seed"] == 3
-    assert Settings.of(written["settings"]).iterations == 6 and written["data"]["fingerprint"]
+    assert TrainingSettings.of(written["settings"]).iterations == 6 and written["data"]["fingerprint"]
     last = load_file(folder / "last.safetensors")
     assert sum(tensor.numel() for tensor in last.values()) == 111_424 and "0.weight" in last
     assert last.keys() == load_file(folder / "best.safetensors").keys()
-    scores = [line["iteration"] for line in read_metrics(folder / "metrics.jsonl") if "score" in line]
+    scores = [line["iteration"] for line in read_metrics(folder) if "score" in line]
     assert scores == [0, 6] and [k for k, _ in losses(folder)] == [6]
 
 
@@ -139,6 +141,36 @@ def test_signals_save_and_resume_goes_on_bit_for_bit(tmp_path):
     assert here("train", "--resume", "--out", folder, "--iterations", second + 3).exit_code == 0
     assert here(*words(tmp_path / "whole", "--iterations", second + 3)).exit_code == 0
     assert weights(folder) == weights(tmp_path / "whole") and losses(folder) == losses(tmp_path / "whole")
+
+
+def test_a_closed_terminal_and_a_time_budget_save(tmp_path):
+    folder = tmp_path / "run"
+    terminal, end = pty.openpty()
+    # A session of its own, whose terminal this is; the kernel sends SIGHUP when the other end is closed.
+    code = (
+        "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = ['bilevel', *sys.argv[1:]]"
+    )
+    code += "; runpy.run_module('bilevel', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words(folder, "--iterations", 100_000)],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), end),
+        env={**ENVIRONMENT, "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(end)
+    while not (folder / "checkpoints" / "000000004.safetensors").exists():
+        assert process.poll() is None
+        if select.select([terminal], [], [], 0.05)[0]:
+            _read(terminal)
+    os.close(terminal)
+    assert process.wait(120) == 128 + signal.SIGHUP
+    first = int(RunFolder(folder).checkpoints.files()[-1].stem)
+    done = here("train", "--resume", "--out", folder, "--iterations", first + 3, "--hours", 1e-9)
+    assert done.exit_code == 75 and f"Stopped by its time budget after hyperiteration {first}." in done.output
+    assert here("train", "--resume", "--out", folder, "--iterations", first + 3, "--hours", 1).exit_code == 0
+    assert here(*words(tmp_path / "whole", "--iterations", first + 3)).exit_code == 0
+    assert weights(folder) == weights(tmp_path / "whole") and losses(folder) == losses(tmp_path / "whole")
+    refused(here("train", "--resume", "--out", folder, "--hours", 0), "--hours 0.0 leaves no time to train")
 
 
 def _read(terminal):
@@ -258,7 +290,7 @@ def test_a_folder_of_pictures_is_trained_on_and_not_written_to(tmp_path, monkeyp
 
 def test_options_are_the_settings():
     shown = here("train", "--help").stdout
-    for name in Settings().plain():
+    for name in TrainingSettings().plain():
         assert f"--{name.replace('_', '-')}" in shown
     for option in ("--out", "--resume", "--data-root", "--threads"):
         assert option in shown
@@ -277,7 +309,7 @@ def test_every_preset_runs_on_its_data(tmp_path, name):
         options += ["--ways", ways, "--queries", 1]
     done = here("train", name, *options, "--out", tmp_path / "run", "--threads", 1)
     assert done.exit_code == 0, done.output
-    written = Settings.of(config(tmp_path / "run")["settings"])
+    written = TrainingSettings.of(config(tmp_path / "run")["settings"])
     assert (written.iterations, written.seed, written.ways, written.network) == (1, 7, ways, settings.network)
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run" / "last.safetensors").values())
     assert torch.get_num_threads() == 1

@@ -16,12 +16,14 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 from typer.testing import CliRunner
 
 from bilevel.cli import build
+from bilevel.cli._heartbeat import heartbeat
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BITE = "<img src=x onerror=window.hacked=1>"
 SCRIPT = "</script><script>window.hacked=1</script>"
 FILES = {"model.safetensors", "table.csv", "result.json", "page.html", "picture.png"}
-QUICK = ["--max-iter", "5"]
+QUICK = ["--max-iter", "5", "--repeats", "1", "--cv", "2", "--model", "ridge"]
+CLASSES = [*QUICK[:-1], "logistic"]
 
 
 def call(*arguments):
@@ -52,14 +54,17 @@ def diabetes(place):
 def test_errors_side_by_side_and_everything_written(place, diabetes):
     assert diabetes.exit_code == 0, diabetes.output
     for words in (
-        "by ridge (chosen because 'target' holds numbers), penalty per-feature: 10 features, 331 training and 111 test",
+        "'target' of diabetes.csv: 442 rows, 10 features.",
         "RMSE",
+        "BilevelRidge (ours)",
         "RidgeCV",
-        "mean of the training rows",
-        "of RidgeCV",
-        "10 features",
-        "Features are standardised with the training rows' means",
-        "is fitted to all 442; --no-refit keeps the first.",
+        "LassoCV",
+        "ElasticNetCV",
+        "RandomForestRegressor",
+        "HistGradientBoostingRegressor",
+        "p against best",
+        "The saved model is tuned and fitted on all 442 rows.",
+        "bilevel.tabular.load(",
         f"page:     {place / 'number' / 'page.html'}",
     ):
         assert words in diabetes.stdout, (words, diabetes.stdout)
@@ -67,7 +72,7 @@ def test_errors_side_by_side_and_everything_written(place, diabetes):
     found = json.loads((place / "number" / "result.json").read_text(encoding="utf-8"))
     rows = features(place / "number")
     assert [float(row["penalty"]) for row in rows] == [one["penalty"] for one in found["features"]]
-    assert found["comparison"][0]["rmse"] < found["comparison"][2]["rmse"]
+    assert found["comparison"][0]["rmse"] < found["comparison"][-1]["rmse"] and found["comparison"][0]["p"] is None
     assert f"{found['comparison'][0]['rmse']:#.4g}" in diabetes.stdout and found["verdict"] in diabetes.stdout
     with Image.open(place / "number" / "picture.png") as picture:
         assert picture.width > 1000 and len(set(np.asarray(picture.convert("L")).ravel().tolist())) > 20
@@ -87,6 +92,7 @@ def test_the_input_is_only_read(place, tmp_path):
 def test_a_finished_result_is_replaced_only_with_force(place, tmp_path):
     result = tmp_path / "out" / "result.json"
     again = ["tune", place / "diabetes.csv", "--target", "target", "--penalty", "shared", "--out", tmp_path / "out"]
+    again += QUICK
     assert call(*again).exit_code == 0
     before = result.read_bytes()
     refused = call(*again)
@@ -98,20 +104,21 @@ def test_a_finished_result_is_replaced_only_with_force(place, tmp_path):
 
 def test_json_is_the_result_and_nothing_else(place, tmp_path):
     done = call(
-        "tune", place / "wine.parquet", "--target", "target", "--model", "logistic", "--penalty", "shared", "--json",
-        "--out", tmp_path / "out", "--no-refit", "--threads", 1, *QUICK,
+        "tune", place / "wine.parquet", "--target", "target", "--penalty", "shared", "--json",
+        "--out", tmp_path / "out", "--threads", 1, *CLASSES,
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     assert found["classes"] == ["0", "1", "2"] and found["data"]["columns"][0] == "alcohol"
     assert len({one["penalty"] for one in found["features"]}) == 1
-    assert "the saved model is the one of the other 133 rows" in " ".join(found["notes"])
+    assert found["comparison"][0].keys() >= {"auc", "balanced_accuracy", "accuracy", "log_loss", "seconds", "p"}
+    assert done.stderr == ""
 
 
 def test_without_out_the_result_is_in_results(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert call("tune", place / "diabetes.csv", "--target", "target", "--penalty", "shared").exit_code == 0
+    assert call("tune", place / "diabetes.csv", "--target", "target", "--penalty", "shared", *QUICK).exit_code == 0
     assert {file.name for file in (tmp_path / "results" / "tune-diabetes").iterdir()} == FILES
 
 
@@ -121,10 +128,12 @@ def test_without_out_the_result_is_in_results(place, tmp_path, monkeypatch):
         (["--target", "progress"], ["--target 'progress' is not a column", "'bmi'"]),
         (["--target", "target", "--drop", "bmy"], ["--drop 'bmy'", "Did you mean 'bmi'?"]),
         (["--target", "target", "--model", "svm"], ["--model svm", "ridge, elastic-net, logistic"]),
-        (["--target", "target", "--groups", "no.json"], ["--groups no.json is not a file"]),
-        (["--target", "target", "--penalty", "groups"], ["--penalty groups needs --groups"]),
+        (["--target", "target", "--group", "no.json"], ["--group no.json is not a file"]),
+        (["--target", "target", "--group", "z*=nothing"], ["--group z*=nothing matches no feature", "'bmi'"]),
+        (["--target", "target", "--groups", "no.json"], ["--groups 'no.json' is not a column", "--group no.json"]),
+        (["--target", "target", "--penalty", "groups"], ["--penalty groups needs --group"]),
         (["--target", "target", "--cv", "400"], ["442 usable rows, too few", "--cv 400"]),
-        (["--target", "target", "--test", "2"], ["--test 2"]),
+        (["--target", "target", "--minutes", "0"], ["--minutes 0"]),
     ],
 )
 def test_what_the_user_can_mend_is_one_message(place, tmp_path, options, words):
@@ -143,7 +152,7 @@ def test_a_table_of_another_kind(tmp_path):
     assert failed.exit_code == 2 and "There is no file" in failed.stderr
 
 
-@pytest.mark.parametrize("groups", ["json", "csv", "prefix"])
+@pytest.mark.parametrize("groups", ["json", "csv", "prefix", "pattern"])
 def test_groups(place, tmp_path, groups):
     frame = load_diabetes(as_frame=True).frame.rename(columns=lambda name: f"blood_{name}" if name[0] == "s" else name)
     frame.to_csv(tmp_path / "table.csv", index=False)
@@ -152,9 +161,11 @@ def test_groups(place, tmp_path, groups):
         (tmp_path / "groups.json").write_text(json.dumps(of))
     if groups == "csv":
         pd.DataFrame({"column": of.keys(), "group": of.values()}).to_csv(tmp_path / "groups.csv", index=False)
-    rule = "prefix" if groups == "prefix" else tmp_path / f"groups.{groups}"
-    done = call("tune", tmp_path / "table.csv", "--target", "target", "--groups", rule, "--out", tmp_path / "o", *QUICK)
+    rules = {"prefix": ["prefix"], "pattern": ["blood_*=blood", "*=body"]}.get(groups, [tmp_path / f"groups.{groups}"])
+    options = [word for rule in rules for word in ("--group", rule)]
+    done = call("tune", tmp_path / "table.csv", "--target", "target", *options, "--out", tmp_path / "o", *QUICK)
     assert done.exit_code == 0, done.output
+    assert "Share of the target's variance on held-out rows, by group" in done.stdout
     rows = features(tmp_path / "o")
     together = {}
     for row in rows:
@@ -165,14 +176,38 @@ def test_groups(place, tmp_path, groups):
 
 
 def test_ctrl_c_leaves_nothing(place, tmp_path, monkeypatch):
-    from bilevel.tabular import study
+    from bilevel.estimators import BilevelRidge
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "fit", interrupted)
+    monkeypatch.setattr(BilevelRidge, "fit", interrupted)
     stopped = call("tune", place / "diabetes.csv", "--target", "target", "--out", tmp_path / "out")
     assert stopped.exit_code == 130 and "Interrupted" in stopped.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_long_fit_is_not_silent_in_a_pipe(capsys):
+    with heartbeat(first=0.01, between=0.01) as doing:
+        doing("fold 3 of 20: BilevelRidge")
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 2 and lines[0].endswith("s, fold 3 of 20: BilevelRidge")
+    with heartbeat() as doing:
+        doing("short work")
+    with heartbeat(quiet=True, first=0.0) as doing:
+        doing("work of --json")
+    assert capsys.readouterr().err == ""
+
+
+def test_other_scripts_are_drawn_without_warnings(tmp_path):
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame({"größe": draw.normal(size=60), "город": ["東京", "दिल्ली", "القاهرة"] * 20})
+    frame.assign(価格=frame["größe"] + draw.normal(size=60)).to_csv(
+        tmp_path / "t.csv", index=False, encoding="utf-8-sig"
+    )
+    done = call("tune", tmp_path / "t.csv", "--target", "価格", "--one-hot", "--out", tmp_path / "out", *QUICK)
+    assert done.exit_code == 0, done.output
+    assert "Glyph" not in done.output and "'価格' of t.csv" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["tune", "--help"], ["predict", "--help"]])
@@ -240,6 +275,9 @@ def test_the_page_shows_the_numbers_of_the_result(place, diabetes, opened):
     page = opened(place / "number" / "page.html")
     assert found["verdict"] in page.locator("main").inner_text()
     assert traces(page, "errors")[0]["x"] == [one["rmse"] for one in found["comparison"]]
+    best = page.locator("tr.best")
+    assert best.count() == 1 and best.inner_text().startswith(found["comparison"][0]["name"])
+    assert page.locator(".modebar").count() == 0  # a toolbar would lie over the bars
     sizes = sorted((abs(one["coefficients"][0]) for one in found["features"]), reverse=True)
     assert [abs(x) for x in traces(page, "coefficients")[0]["x"]] == sizes
     page.locator("#order").select_option("penalty")
@@ -247,7 +285,7 @@ def test_the_page_shows_the_numbers_of_the_result(place, diabetes, opened):
     assert traces(page, "penalties")[0]["x"] == penalties
     page.locator("#order").select_option("table")
     assert traces(page, "penalties")[0]["x"] == [one["penalty"] for one in found["features"]]
-    assert len(traces(page, "points")[1]["x"]) == 111
+    assert len(traces(page, "points")[1]["x"]) == 442
     assert traces(page, "history")[1]["y"] == found["history"]["value"]
     assert page.locator("#all tbody tr").count() == 10
     page.get_by_role("searchbox", name="Find a feature").fill("bm")
@@ -278,15 +316,15 @@ def test_light_dark_and_a_telephone(place, diabetes, opened):
 
 
 def test_classes_and_names_that_bite(place, tmp_path, opened):
-    done = call("tune", place / "cancer.csv", "--target", SCRIPT, "--out", tmp_path / "out", *QUICK)
+    done = call("tune", place / "cancer.csv", "--target", SCRIPT, "--out", tmp_path / "out", *CLASSES)
     assert done.exit_code == 0, done.output
-    for word in ("LogisticRegressionCV", "log loss", "accuracy", "class frequencies"):
+    for word in ("LogisticRegressionCV", "log loss", "balanced accuracy", "AUC", "class frequencies"):
         assert word in done.stdout
     found = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     page = opened(tmp_path / "out" / "page.html")
     assert SCRIPT in page.locator("h1").inner_text() and BITE in page.locator("#all").inner_text()
     drawn = traces(page, "points")
-    assert len(drawn) == 2 and sum(len(trace["x"]) for trace in drawn) == found["data"]["test_rows"]
+    assert len(drawn) == 2 and sum(len(trace["x"]) for trace in drawn) == found["data"]["rows_used"]
     page.locator("#many").select_option("50")
     assert len(traces(page, "coefficients")[0]["x"]) == 30
     page.locator("#order").select_option("table")
@@ -298,15 +336,14 @@ def test_classes_and_names_that_bite(place, tmp_path, opened):
 
 
 def test_three_classes_on_the_page(place, tmp_path, opened):
-    done = call(
-        "tune", place / "wine.parquet", "--target", "target", "--model", "logistic", "--penalty", "shared",
-        "--out", tmp_path / "out", *QUICK,
-    )  # fmt: skip
+    options = ["--target", "target", "--penalty", "shared", "--out", tmp_path / "out", *CLASSES]
+    done = call("tune", place / "wine.parquet", *options)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     page = opened(tmp_path / "out" / "page.html")
     confusion = page.locator("#points").evaluate("chart => chart.data[0].z")
-    assert np.sum(confusion) == 45 and np.trace(confusion) == round(45 * found["comparison"][0]["accuracy"])
+    ours = next(one for one in found["comparison"] if one["ours"])
+    assert np.sum(confusion) == 178 and np.trace(confusion) == round(178 * ours["accuracy"])
     page.locator("#order").select_option("table")
     page.locator("#class").select_option("2")
     assert traces(page, "coefficients")[0]["x"] == [one["coefficients"][2] for one in found["features"]]

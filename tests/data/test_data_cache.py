@@ -11,12 +11,12 @@ import pytest
 
 from bilevel import BilevelError
 from bilevel.data import cache, places
-from bilevel.data.cache import Prepared, fingerprint, prepared
+from bilevel.data.cache import DecodedImages, cached, fingerprint
 
 
 def made(value=7, count=6):
     images = np.full((count, 4, 4, 1), value, np.uint8)
-    return Prepared(images, np.arange(count, dtype=np.int64), {"classes": ["a"]})
+    return DecodedImages(images, np.arange(count, dtype=np.int64), {"classes": ["a"]})
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def source(tmp_path):
 
 
 def test_the_second_load_does_not_decode_and_is_memory_mapped(source, own_cache):
-    first = prepared("x", {}, [source], lambda work: made())
-    again = prepared("x", {}, [source], lambda work: pytest.fail("decoded twice"))
+    first = cached("x", {}, [source], lambda work: made())
+    again = cached("x", {}, [source], lambda work: pytest.fail("decoded twice"))
     assert isinstance(again.images, np.memmap) and not again.images.flags.writeable
     assert np.array_equal(first.images, again.images) and again.meta == {"classes": ["a"]}
     assert Path(again.images.filename).is_relative_to(own_cache)
@@ -36,13 +36,13 @@ def test_the_second_load_does_not_decode_and_is_memory_mapped(source, own_cache)
 
 @pytest.mark.parametrize("change", ["contents", "time", "key"])
 def test_another_source_or_setting_is_decoded_again(source, change):
-    prepared("x", {"version": 1}, [source], lambda work: made(1))
+    cached("x", {"version": 1}, [source], lambda work: made(1))
     if change == "contents":
         source.write_bytes(b"other contents")
     elif change == "time":
         os.utime(source, ns=(1, 1))
     key = {"version": 2 if change == "key" else 1}
-    assert prepared("x", key, [source], lambda work: made(2)).images[0, 0, 0, 0] == 2
+    assert cached("x", key, [source], lambda work: made(2)).images[0, 0, 0, 0] == 2
 
 
 def test_a_folder_is_another_one_when_any_file_below_it_changes(tmp_path):
@@ -61,9 +61,9 @@ def test_an_interrupted_preparation_leaves_nothing(source, own_cache, error):
         raise error("stop")
 
     with pytest.raises(error):
-        prepared("x", {}, [source], decode)
+        cached("x", {}, [source], decode)
     assert list(own_cache.iterdir()) == []
-    assert len(prepared("x", {}, [source], lambda work: made()).images) == 6
+    assert len(cached("x", {}, [source], lambda work: made()).images) == 6
 
 
 def test_an_interrupted_write_leaves_nothing(source, own_cache, monkeypatch):
@@ -72,7 +72,7 @@ def test_an_interrupted_write_leaves_nothing(source, own_cache, monkeypatch):
 
     monkeypatch.setattr(cache.os, "fsync", full)
     with pytest.raises(BilevelError, match=r"No space left on device.*BILEVEL_CACHE"):
-        prepared("x", {}, [source], lambda work: made())
+        cached("x", {}, [source], lambda work: made())
     assert list(own_cache.iterdir()) == []
 
 
@@ -82,7 +82,7 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, own_cache):
             work.empty((3, 4, 4, 1))[:] = 1
             os._exit(9)
 
-        prepared("x", {}, [source], decode)
+        cached("x", {}, [source], decode)
 
     process = multiprocessing.get_context("fork").Process(target=killed) if sys.platform == "linux" else None
     if process is None:
@@ -90,24 +90,24 @@ def test_a_killed_process_leaves_nothing_that_is_read(source, own_cache):
     process.start()
     process.join()
     assert process.exitcode == 9 and len(list(own_cache.iterdir())) == 1
-    assert len(prepared("x", {}, [source], lambda work: made()).images) == 6
+    assert len(cached("x", {}, [source], lambda work: made()).images) == 6
     # What it left goes when it is old enough to belong to nobody.
     left = next(path for path in own_cache.iterdir() if path.name.startswith("."))
     os.utime(left, (1, 1))
-    prepared("x", {"other": 1}, [source], lambda work: made())
+    cached("x", {"other": 1}, [source], lambda work: made())
     assert not left.exists()
 
 
 @pytest.mark.parametrize("file", ["images.npy", "labels.npy", "meta.json"])
 @pytest.mark.parametrize("damage", ["truncated", "removed"])
 def test_a_damaged_entry_is_made_again(source, own_cache, file, damage):
-    prepared("x", {}, [source], lambda work: made())
+    cached("x", {}, [source], lambda work: made())
     (entry,) = own_cache.iterdir()
     if damage == "removed":
         (entry / file).unlink()
     else:
         (entry / file).write_bytes((entry / file).read_bytes()[:20])
-    again = prepared("x", {}, [source], lambda work: made())
+    again = cached("x", {}, [source], lambda work: made())
     assert len(again.images) == 6 and int(again.images.sum()) == 6 * 16 * 7
 
 
@@ -122,7 +122,7 @@ def test_of_two_processes_one_wins_and_both_read_the_same(source, own_cache):
             barrier.wait(30)  # all of them are decoding now
             return made(5, count=500)
 
-        found = prepared("x", {}, [source], decode)
+        found = cached("x", {}, [source], decode)
         answers.put((found.images.shape, int(found.images.sum())))
 
     processes = [context.Process(target=work) for _ in range(3)]
@@ -137,7 +137,7 @@ def test_of_two_processes_one_wins_and_both_read_the_same(source, own_cache):
 
 def test_nothing_is_written_beside_the_sources(source, own_cache):
     before = sorted(source.parent.iterdir())
-    prepared("x", {}, [source], lambda work: made())
+    cached("x", {}, [source], lambda work: made())
     assert sorted(set(source.parent.iterdir()) - {own_cache}) == sorted(set(before) - {own_cache})
 
 
@@ -145,14 +145,14 @@ def test_a_cache_that_cannot_be_written(source, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("BILEVEL_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(BilevelError, match=r"cannot be written to .*BILEVEL_CACHE"):
-        prepared("x", {}, [source], lambda work: made())
+        cached("x", {}, [source], lambda work: made())
 
 
 def test_no_pickle_is_loaded(source, own_cache):
-    prepared("x", {}, [source], lambda work: made())
+    cached("x", {}, [source], lambda work: made())
     (entry,) = own_cache.iterdir()
     np.save(entry / "labels.npy", np.array([{"a": 1}] * 6, dtype=object), allow_pickle=True)
-    assert prepared("x", {}, [source], lambda work: made()).labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert cached("x", {}, [source], lambda work: made()).labels.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_where_data_is_looked_for(tmp_path, monkeypatch):
@@ -173,12 +173,12 @@ def test_the_bar_shows_progress_on_standard_error(source, capfd):
         work.report(2, 2)
         return made()
 
-    prepared("x", {}, [source], decode, progress=True)
+    cached("x", {}, [source], decode, progress=True)
     shown = capfd.readouterr()
     assert "preparing x" in shown.err and "2/2" in shown.err and shown.out == ""
 
 
 def test_meta_is_plain_json(source, own_cache):
-    prepared("x", {}, [source], lambda work: made())
+    cached("x", {}, [source], lambda work: made())
     (entry,) = own_cache.iterdir()
     assert json.loads((entry / "meta.json").read_text())["shape"] == [6, 4, 4, 1]

@@ -7,9 +7,7 @@ import pytest
 
 from bilevel import BilevelError
 from bilevel.data import _outlines, _pens, _scripts, _skeletons
-from bilevel.data.base import ImageDataset
 from bilevel.data.glyphs import Glyphs
-from bilevel.data.sheet import contact_sheet
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +18,7 @@ def characters():
 @pytest.fixture(scope="module")
 def some(characters):
     """Every 25th character, drawn."""
-    drawers = _pens.Drawers.hire(0, 20)
+    drawers = _pens.drawers(0, 20)
     chosen = characters[::25]
     return chosen, np.stack([_pens.draw(c.shapes, drawers, _pens.Dice(0, 1 + c.code)) for c in chosen])
 
@@ -96,15 +94,15 @@ def test_drawers_differ_and_yet_draw_the_same_character(some):
 
 def test_drawings_are_a_function_of_the_seed_and_the_character(characters, some):
     chosen, images = some
-    again = _pens.draw(chosen[3].shapes, _pens.Drawers.hire(0, 20), _pens.Dice(0, 1 + chosen[3].code))
-    other = _pens.draw(chosen[3].shapes, _pens.Drawers.hire(1, 20), _pens.Dice(1, 1 + chosen[3].code))
+    again = _pens.draw(chosen[3].shapes, _pens.drawers(0, 20), _pens.Dice(0, 1 + chosen[3].code))
+    other = _pens.draw(chosen[3].shapes, _pens.drawers(1, 20), _pens.Dice(1, 1 + chosen[3].code))
     assert np.array_equal(again, images[3]) and not np.array_equal(other, images[3])
     # Random numbers do not depend on versions of numpy: these were written down once.
     assert [round(float(x), 12) for x in _pens.Dice(0, 7).uniform(0, 1, 3)] == RANDOM
     # Rounding may differ by a level in a pixel from machine to machine; the drawings may not.
     for code, ink in INK.items():
         (character,) = [character for character in characters if character.code == code]
-        drawn = _pens.draw(character.shapes, _pens.Drawers.hire(0, 20), _pens.Dice(0, 1 + code))
+        drawn = _pens.draw(character.shapes, _pens.drawers(0, 20), _pens.Dice(0, 1 + code))
         assert drawn[:4].sum(axis=(1, 2)).tolist() == pytest.approx(ink, rel=0.01)
 
 
@@ -135,14 +133,10 @@ def test_wrong_settings(tmp_path):
         Glyphs(drawing_seed=-1).load()
 
 
-def test_the_whole_way_through_the_cache_and_onto_a_page(tmp_path, monkeypatch, some):
+def test_the_whole_way_through_the_cache(monkeypatch, some):
     chosen, images = some
     monkeypatch.setattr(_scripts, "characters", lambda: chosen[:6])
     data = Glyphs().load()
     assert np.array_equal(data.images[..., 0].reshape(6, 20, 28, 28), images[:6])
     monkeypatch.setattr(_scripts, "characters", lambda: pytest.fail("drawn twice"))
     assert Glyphs(split="character").load().fingerprint == data.fingerprint
-    written = contact_sheet(data, tmp_path / "sheets" / "glyphs.png", columns=3, images=2)
-    assert written.read_bytes().startswith(b"\x89PNG")
-    plain = ImageDataset("plain", np.zeros((6, 9, 9, 3), np.uint8), np.arange(6) // 2, ("a", "b", "c"))
-    assert contact_sheet(plain, tmp_path / "plain.png", columns=2, images=2).exists()

@@ -146,6 +146,7 @@ def test_nothing_is_downloaded_unless_asked(tmp_path, monkeypatch):
         download.fetch("http://example.org/a.zip", tmp_path / "a.zip", lambda path: None, 1000)
 
 
+@pytest.mark.slow
 def test_the_real_one(real):
     root = real("omniglot/images_background.zip", "omniglot/images_evaluation.zip")
     data = load("omniglot", root)

@@ -97,18 +97,19 @@ def test_miniimagenet_incomplete(tmp_path):
 
 
 def test_the_real_miniimagenet_lists(real):
-    from bilevel.data import miniimagenet, tree
-    from bilevel.data.pictures import read_picture
+    from bilevel.data import miniimagenet
+    from bilevel.data.files import open_tree
+    from bilevel.data.preparation import Preparation, prepare
 
     root = real("miniimagenet/images.zip", "miniimagenet/train.csv")
     images, *lists = miniimagenet.MiniImagenet().files(root)
     rows = [miniimagenet._rows(path) for path in lists]
     assert [len({label for _, label in part}) for part in rows] == [64, 16, 20]
     assert [len(part) for part in rows] == [38400, 9600, 12000]
-    with tree.opened(images, miniimagenet.LIMITS) as (names, read, say):
-        assert {name for part in rows for name, _ in part} <= set(names)
+    with open_tree(images, miniimagenet.LIMITS) as tree:
+        assert {name for part in rows for name, _ in part} <= set(tree.names)
         for name, _ in rows[0][::2000]:
-            assert read_picture(read(name), say(name), "RGB", 84)[0].shape == (84, 84, 3)
+            assert prepare(tree.read(name), tree.describe(name), Preparation()).image.shape == (84, 84, 3)
 
 
 # MNIST

@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 import bilevel.cli
-from bilevel import constraints, data, dynamics, experiments, linear_solvers, methods, models
+from bilevel import algorithms, constraints, data, dynamics, experiments, learners, linear_solvers, methods, models
 from bilevel.tuning import roles
 from printed_code import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 FOUND = {
     "dynamics/adagrad.py": lambda: "AdaGrad" in dynamics.find(),
-    "methods/clipped.py": lambda: "Clipped" in methods.find(),
+    "methods/every_iterate.py": lambda: "EveryIterate" in methods.find(),
     "linear_solvers/minimal_residual.py": lambda: "MinimalResidual" in linear_solvers.find(),
     "constraints/ascending.py": lambda: "Ascending" in constraints.find(),
+    "algorithms/barzilai_borwein.py": lambda: "BarzilaiBorwein" in algorithms.find(),
     "tuning/roles/stay_close.py": lambda: "StayClose" in roles.find(),
+    "learners/catalogue/nearest_image.py": lambda: (
+        "nearest-image" in learners.names() and learners.get("nearest-image")
+    ),
     "models/small.py": lambda: "small" in models.find(),
     "data/digits.py": lambda: "digits" in data.find(),
     "experiments/limits.py": lambda: "limits" in experiments.find.__wrapped__(),  # not what it remembers

@@ -13,6 +13,9 @@ PENALTIES = [
     bl.L1(torch.tensor([0.1, 2.0, 0.5, 0.0])),
     bl.GroupL2(0.9, (0, 0, 1, 1)),
     bl.GroupL2(torch.tensor([5.0, 0.2]), (0, 1, 1, 0)),
+    bl.Indicator(bl.Box(-0.3, 0.4)),
+    bl.Indicator(bl.NonNegative()),
+    bl.Indicator(bl.Ball(0.5)),
 ]
 
 
@@ -28,6 +31,22 @@ def test_the_prox_is_the_minimiser(penalty):
     for _ in range(300):
         other = best + 0.1 * torch.randn(4, generator=generator)
         assert objective(best) <= objective(other)
+
+
+def test_a_constraint_with_a_learned_bound():
+    """min ½‖w − x‖² with 0 ≤ w ≤ λ has w = clamp(x, 0, λ), and ∂E/∂λ counts the weights at the bound."""
+    x = torch.tensor([-1.0, 0.5, 2.0, 3.0])
+    problem = bl.Problem(
+        lambda w, lam, b: 0.5 * ((w - b) ** 2).sum(), lambda w, lam, b: w.sum(), lambda lam: torch.zeros(4)
+    )
+    settings = {"dynamics": lambda lam: bl.ISTA(0.5, bl.Indicator(bl.Box(0.0, lam))), "steps": 80}
+    for method in (bl.Unrolled(), bl.Reverse(), bl.Forward(), bl.Implicit()):
+        found = bl.hypergradient(problem, torch.tensor(1.2), bl.Task(x, x), method=method, **settings)
+        torch.testing.assert_close(found.inner, torch.tensor([0.0, 0.5, 1.2, 1.2]))
+        assert float(found.grad) == pytest.approx(2.0, rel=1e-9)
+    outside = bl.Indicator(bl.Simplex()).value(torch.tensor([0.5, 0.6])), bl.Indicator(bl.Box(0, 1)).value(x)
+    assert all(torch.isinf(value) for value in outside)
+    assert float(bl.Indicator(bl.Simplex()).value(bl.Simplex().project(x))) == 0
 
 
 def test_strengths_may_depend_on_t_and_on_lam():

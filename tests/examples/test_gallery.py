@@ -29,7 +29,7 @@ for figure in figures:
     figure.canvas.draw()
 report = {
     "numbers": {
-        name: float(value)
+        name: float(value.detach() if hasattr(value, "detach") else value)
         for name, value in scope.items()
         if isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
     },
@@ -42,6 +42,10 @@ with open(sys.argv[2], "w") as file:
 
 # What each script claims, as far as its quick form can show it: facts about its module-level numbers.
 CLAIMS = {
+    "plot_additive_effects": {
+        "the error is near the noise": lambda n: n["error"] < 1.3,
+        "the interval is as wide as the noise asks": lambda n: 2.5 < n["high"] - n["low"] < 5,
+    },
     "plot_choose_t_with_certificate": {
         "the truth lies in every certified band": lambda n: n["covered"] == 1,
         "the T found for a gap keeps it": lambda n: abs(n["reached"] - n["truth"]) <= n["WANTED"],
@@ -49,7 +53,14 @@ CLAIMS = {
         "momentum needs fewer steps": lambda n: n["smallest_ball"] < n["smallest"] / 2,
         "a network gets no bound": lambda n: n["refused"] == 1,
     },
-    "plot_hyper_cleaning": {"corrupted examples are found": lambda n: n["f1"] > 0.8},
+    "plot_deep_equilibrium": {
+        "the layer learns": lambda n: n["test_accuracy"] > 50,
+        "implicit gradients are those of recorded steps": lambda n: n["worst_error"] < 1e-8,
+    },
+    "plot_hyper_cleaning": {
+        "corrupted examples are found": lambda n: n["f1"] > 0.8,
+        "the scorer finds them among new examples": lambda n: n["new_rate"] > 0.75,
+    },
     "plot_kfold_ridge": {
         "the descent finds the grid's minimum": lambda n: abs(n["descent_minimum"] / n["grid_minimum"] - 1) < 0.01,
         "two penalties beat RidgeCV's one among noise": lambda n: n["groups_gain"] > 0.02,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ import bilevel as bl
 from bilevel import trees
 from bilevel.data import _scripts, load
 from bilevel.experiments import certificates
-from bilevel.experiments._certificate_subjects import head_minimiser, ridge_subject
+from bilevel.experiments._known_problems import head_minimiser, ridge_problem
 from bilevel.experiments.base import reproduce
 from bilevel.structures import LinearClassifiers
 
@@ -69,27 +70,27 @@ def test_hypergradients_tend_to_the_limits_except_the_truncated_one(small, name)
 
 
 def test_on_ridge_implicit_is_the_nearer_at_every_step_and_both_converge():
-    subject = ridge_subject(seed=1, log_penalty=0.0)
-    far, near = (certificates.look(subject, steps, (10,)) for steps in (30, 3000))
-    assert far.errors["Implicit"] < far.errors["∇f_T"]
-    assert near.errors["Implicit"] < 1e-8 and near.errors["∇f_T"] < 1e-8
-    assert far.held and near.held and near.distance < 1e-8 * far.distance
-    assert "found by Lanczos" in far.condition
+    problem = ridge_problem(seed=1, log_penalty=0.0)
+    far, near = (certificates.look(problem, steps, (10,)) for steps in (30, 3000))
+    assert far["errors"]["Implicit"] < far["errors"]["∇f_T"]
+    assert near["errors"]["Implicit"] < 1e-8 and near["errors"]["∇f_T"] < 1e-8
+    assert far["held"] and near["held"] and near["true distance"] < 1e-8 * far["true distance"]
+    assert "found by Lanczos" in far["condition"]
 
 
 def test_the_truth_about_ridge_by_differences():
-    subject = ridge_subject(seed=0, log_penalty=-1.0)
+    problem = ridge_problem(seed=0, log_penalty=-1.0)
     direction = torch.randn(30, generator=torch.Generator().manual_seed(0))
-    x, y = subject.task.train
+    x, y = problem.task.train
 
     def f(lam):
         w = torch.linalg.inv(x.T @ x + torch.diag(lam.exp())) @ x.T @ y
-        return float(subject.problem.outer(w, lam, subject.task.val))
+        return float(problem.problem.outer(w, lam, problem.task.val))
 
     size = 1e-5
-    slope = (f(subject.lam + size * direction) - f(subject.lam - size * direction)) / (2 * size)
-    assert float(subject.grad @ direction) == pytest.approx(slope, rel=1e-6)
-    assert subject.value == pytest.approx(f(subject.lam), rel=1e-9)
+    slope = (f(problem.lam + size * direction) - f(problem.lam - size * direction)) / (2 * size)
+    assert float(problem.grad @ direction) == pytest.approx(slope, rel=1e-6)
+    assert problem.value == pytest.approx(f(problem.lam), rel=1e-9)
 
 
 @pytest.mark.parametrize("l2", [1.0, 1e-2, 1e-4])
@@ -103,10 +104,13 @@ def test_the_dual_solution_minimises_the_head(l2):
     assert w.shape == (20, 3) and float(slope.norm()) < 1e-12
 
 
-def test_a_look_names_a_broken_bound():
-    one = certificates.Look(1, 1.0, 0.5, 0.6, 0.5, 0.4, 1.0, 0.9, 0.8, {"∇f_T": 0.1}, "")
-    assert one.held is False
-    assert certificates._bounds("problem", [one]).rows[0][-1] == "NO"
+def test_a_broken_bound_is_named():
+    problem = ridge_problem(seed=0, log_penalty=0.0)
+    sound = certificates.look(problem, 30, (10,))
+    # A truth that is farther away than the certificate allows.
+    broken = certificates.look(replace(problem, value=problem.value + 1e6), 30, (10,))
+    rows = certificates._bounds("problem", [sound, broken]).rows
+    assert sound["held"] and not broken["held"] and [row[-1] for row in rows] == ["yes", "NO"]
 
 
 def test_what_is_written(small):
@@ -122,21 +126,21 @@ def test_what_is_written(small):
 
 
 def test_a_run_is_a_function_of_its_settings_and_seed():
-    looks = [certificates.look(ridge_subject(seed, 0.0), 20, (5,)) for seed in (0, 0, 1)]
+    looks = [certificates.look(ridge_problem(seed, 0.0), 20, (5,)) for seed in (0, 0, 1)]
     assert looks[0] == looks[1] != looks[2]
 
 
 def test_bounds_hold_on_omniglot(real):
     real(*OMNIGLOT)
-    settings = certificates.Settings(classes=10)
-    subject = certificates.feature_map_subject(settings.dataset, settings.model, 10, 0.1, 0)
-    one = certificates.look(subject, 64, (16,))
-    assert one.held and one.errors["∇f_T"] < 1
+    settings = certificates.CertificatesSettings(classes=10)
+    problem = certificates.feature_map_problem(settings.dataset, settings.model, 10, 0.1, 0)
+    one = certificates.look(problem, 64, (16,))
+    assert one["held"] and one["errors"]["∇f_T"] < 1
     reverse = bl.hypergradient(
-        subject.problem, subject.lam, subject.task, dynamics=subject.dynamics, steps=64, method=bl.Reverse()
+        problem.problem, problem.lam, problem.task, dynamics=problem.dynamics, steps=64, method=bl.Reverse()
     )
-    error = float(trees.norm(trees.subtract(reverse.grad, subject.grad)) / trees.norm(subject.grad))
-    assert one.errors["∇f_T"] == pytest.approx(error, rel=1e-8)
+    error = float(trees.norm(trees.subtract(reverse.grad, problem.grad)) / trees.norm(problem.grad))
+    assert one["errors"]["∇f_T"] == pytest.approx(error, rel=1e-8)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import pytest
 from bilevel import BilevelError
 from bilevel.experiments import few_shot
 from bilevel.experiments.base import reproduce
-from bilevel.meta import library
-from bilevel.meta.evaluation import judge
-from bilevel.meta.presets import PRESETS, preset
-from bilevel.meta.training import episodes, open_data
-from bilevel.training.files import write_json, write_tensors
+from bilevel.files import write_json
+from bilevel.learners import library
+from bilevel.learners.evaluation import judge
+from bilevel.learners.presets import PRESETS, preset
+from bilevel.learners.streams import episodes, open_data
+from bilevel.training.files import write_tensors
 
 ROWS = "omniglot-5way-1shot,omniglot-20way-5shot,miniimagenet-rn-1shot"
 

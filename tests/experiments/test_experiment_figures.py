@@ -37,7 +37,7 @@ def test_solve_finds_the_minimum_of_the_outer_curve(first):
 
 
 def test_the_dots_are_minimisers_of_the_training_error():
-    settings = figure_1.Settings()
+    settings = figure_1.OneWeightSettings()
     task, problem = figure_1.draw_task(settings), figure_1.one_weight(settings.ridge)
     lam = torch.tensor(settings.curves)
     curve = figure_1.closed_form(task, lam, settings.ridge)
@@ -53,7 +53,7 @@ def test_the_dots_are_minimisers_of_the_training_error():
 
 
 def test_the_inner_steps_of_figure_1_have_converged():
-    settings = figure_1.Settings()
+    settings = figure_1.OneWeightSettings()
     task, problem = figure_1.draw_task(settings), figure_1.one_weight(settings.ridge)
     for lam in (settings.low, settings.high):
         here = torch.tensor(lam)
@@ -76,7 +76,7 @@ def test_gradient_descent_reaches_the_worse_minimiser(second):
 
 
 def test_both_are_global_minimisers_of_the_training_error():
-    settings = figure_2.Settings()
+    settings = figure_2.TwoWellsSettings()
     task = figure_2.draw_task(settings)
     grid = torch.linspace(-3, 3, 20_001)
     a, _, y = task.train

@@ -9,6 +9,7 @@ import torch
 
 from bilevel import BilevelError, Outcome, Solution, experiments
 from bilevel.experiments import base, overrides, records
+from bilevel.thread_pool import one_thread
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ def test_every_experiment_keeps_the_contract():
         module = experiments.load(name)
         assert found.summary.endswith(".") and found.paper
         assert found.paper == module.PAPER and module.__doc__.startswith(found.summary)
-        quick, given = overrides.apply(module.Settings, module.QUICK, {})
+        kind = base.settings_of(module)
+        quick, given = overrides.apply(kind, module.QUICK, {})
         assert given == {} and all(getattr(quick, key) == value for key, value in module.QUICK.items())
         # What `bilevel list NAME` prints as a default must be what `--set` reads back.
-        texts = {key: overrides.as_text(value) for key, value in asdict(module.Settings()).items()}
-        assert overrides.apply(module.Settings, {}, texts) == (module.Settings(), {})
+        texts = {key: overrides.as_text(value) for key, value in asdict(kind()).items()}
+        assert overrides.apply(kind, {}, texts) == (kind(), {})
 
 
 def test_an_unknown_experiment_names_the_nearest_and_all():
@@ -153,7 +155,7 @@ def test_the_number_of_threads_is_given_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with pytest.raises(RuntimeError), base.one_thread():
+        with pytest.raises(RuntimeError), one_thread():
             assert torch.get_num_threads() == 1
             raise RuntimeError
         assert torch.get_num_threads() == 2

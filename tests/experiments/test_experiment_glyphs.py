@@ -11,10 +11,10 @@ import torch
 from bilevel import BilevelError
 from bilevel.cli import runs
 from bilevel.experiments import _glyphs_picture, glyphs
-from bilevel.experiments._plotting import RED
 from bilevel.experiments.base import reproduce
-from bilevel.meta.library import find
-from bilevel.training.folder import read_metrics
+from bilevel.learners.library import find
+from bilevel.plotting import RED
+from bilevel.training.log import read_metrics
 from few_scripts import drawn
 
 # A real training, but a short one.
@@ -76,12 +76,12 @@ def test_what_is_written(short):
 
 def test_the_trainings_are_kept_as_runs_that_score_as_the_table_does(short, few_scripts):
     result, record = short
-    assert record.runs == result.runs == ["runs/reverse", "runs/first-order"]
-    settings = replace(glyphs.Settings(), test_episodes=60)
+    assert record.result["runs"] == result.runs == ["runs/reverse", "runs/first-order"]
+    settings = replace(glyphs.GlyphsSettings(), test_episodes=60)
     for method in ("reverse", "first-order"):
         folder = record.folder / "runs" / method
         assert runs.describe(folder)["state"] == "finished" and runs.describe(folder)["done"] == 150
-        lines = read_metrics(folder / "metrics.jsonl")
+        lines = read_metrics(folder)
         scores = [line["score"] for line in lines if "score" in line]
         assert scores == result.numbers["meta-validation while learning"][method]
         assert [line["iteration"] for line in lines if "loss" in line] == [20, 40, 60, 80, 100, 120, 140, 150]
@@ -118,7 +118,7 @@ def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
 
 
 def test_raw_pixels_are_logistic_regression_on_pixels(few_scripts):
-    settings = glyphs.Settings()
+    settings = glyphs.GlyphsSettings()
     with glyphs.single_precision():
         learner = glyphs._pixels(settings, few_scripts)
         episodes = glyphs.episodes(glyphs._training(settings, "reverse"), few_scripts, "test").batch([3])
@@ -136,7 +136,7 @@ def test_raw_pixels_are_logistic_regression_on_pixels(few_scripts):
 
 
 def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
-    settings = replace(glyphs.Settings(), validation_episodes=10, test_episodes=2)
+    settings = replace(glyphs.GlyphsSettings(), validation_episodes=10, test_episodes=2)
     calls = []
     with glyphs.single_precision():
         learner = glyphs._pixels(settings, few_scripts)
@@ -151,7 +151,7 @@ def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
 
 
 def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts):
-    settings = replace(glyphs.Settings(), validation_episodes=2, test_episodes=2)
+    settings = replace(glyphs.GlyphsSettings(), validation_episodes=2, test_episodes=2)
     with glyphs.single_precision():
         learner = glyphs.new_learner(glyphs._training(settings, "reverse"), few_scripts)
         judged = glyphs.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
@@ -162,7 +162,7 @@ def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts
 
 
 def test_without_a_mistake_the_first_episode_is_shown(few_scripts):
-    settings = glyphs.Settings()
+    settings = glyphs.GlyphsSettings()
     with glyphs.single_precision():
         learner = glyphs._untrained(settings, few_scripts)
         judged = glyphs.Judged(learner, 1, None, None, torch.ones(3))
@@ -175,7 +175,7 @@ def test_a_wrong_answer_can_be_seen(tmp_path):
         predicted = [[0] * 9, [1] * 8 + [last]]
         shown = _glyphs_picture.Shown(3, ["a", "b"], np.zeros((2, 1, 28, 28)), np.zeros((2, 9, 28, 28)), predicted)
         accuracy = {name: {"accuracy": 0.5, "interval": 0.1, "validation": 0.4} for name in glyphs.NAMES}
-        curves = _glyphs_picture.Curves([0, 1], {"reverse": [0.2, 0.3]})
+        curves = {"reverse": {0: 0.2, 1: 0.3}}
         _glyphs_picture.draw(tmp_path / "x.png", shown, curves, accuracy, "2-way 1-shot")
         colour = np.array([int(RED[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         return int((np.abs(matplotlib.image.imread(tmp_path / "x.png")[..., :3] - colour).max(-1) < 0.02).sum())
@@ -185,7 +185,7 @@ def test_a_wrong_answer_can_be_seen(tmp_path):
 
 def test_the_bar_ends_where_it_should(few_scripts):
     settings = replace(
-        glyphs.Settings(), iterations=1, looks=1, look_episodes=2, validation_episodes=21, test_episodes=40
+        glyphs.GlyphsSettings(), iterations=1, looks=1, look_episodes=2, validation_episodes=21, test_episodes=40
     )
     calls = []
     with glyphs.single_precision():

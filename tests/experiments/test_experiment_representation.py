@@ -12,12 +12,12 @@ import torch
 from bilevel import BilevelError
 from bilevel.experiments import _class_names, _representation_picture, representation
 from bilevel.experiments.base import reproduce, single_precision
-from bilevel.meta import library
-from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import FewShotTraining
+from bilevel.learners import library
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.training import FewShotTraining
 from few_scripts import drawn
 
-TRAINING = Training(dataset="glyphs", queries=5, meta_batch=2, lr=0.002, average=0.99, iterations=100)
+TRAINING = TrainingSettings(dataset="glyphs", queries=5, meta_batch=2, lr=0.002, average=0.99, iterations=100)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ def quick(model, tmp_path_factory):
 
 @pytest.fixture
 def subject(model):
-    settings = representation.Settings(models=(model,), queries=4)
+    settings = representation.RepresentationSettings(models=(model,), queries=4)
     with single_precision():
-        return settings, representation._subjects(settings)[0]
+        return settings, representation._models(settings)[0]
 
 
 # First, while the cache is still the user's own, in which Omniglot may be ready.
@@ -237,7 +237,7 @@ def test_a_class_looks_the_same_in_all_maps_and_unlike_its_neighbours(tmp_path, 
     monkeypatch.setattr(_representation_picture, "_map", lambda axes, shown, looks: given.append(looks))
     labels = np.arange(20).repeat(3)
     one, other = (
-        _representation_picture.Map("x", points, labels, ["x"] * 20, [], 1.0, 1.0)
+        _representation_picture.ClassMap("x", points, labels, ["x"] * 20, [], 1.0, 1.0)
         for points in (np.stack([labels * 7 % 20, 0 * labels], 1), np.zeros((60, 2)))
     )
     _representation_picture.draw_maps(tmp_path / "x.png", [one, other])
@@ -251,7 +251,7 @@ def test_photographs_can_be_drawn(tmp_path):
     generator = np.random.default_rng(0)
     images = generator.random((2, 8, 8, 3))
     bars = generator.random((2, 5))
-    pair = _representation_picture.Pair(
+    pair = _representation_picture.ImagePair(
         0, (0, 0), ("n02110063", "n04596742"), tuple(images), [0, 1, 2, 3, 4], tuple(bars), 1.0, 2.0
     )
     _representation_picture.draw_pairs(tmp_path / "x.png", [{"nearest": pair, "farthest": pair}])
@@ -310,8 +310,8 @@ def test_averages_from_training_are_used_where_a_model_has_them(glyphs, tmp_path
         for k in (1, 2):
             job.step(k)
         job.learner.save(tmp_path / "r", {"settings": training.plain()})
-        settings = representation.Settings(models=(str(tmp_path / "r"),), queries=4)
-        one = representation._subjects(settings)[0]
+        settings = representation.RepresentationSettings(models=(str(tmp_path / "r"),), queries=4)
+        one = representation._models(settings)[0]
         task = representation._streams(settings, one)[0].episode(0)
         alone = replace(task, val=(task.val[0][:1], task.val[1][:1]))
         # An image stands for itself; in the untrained network, which has no averages, it does not.

@@ -68,7 +68,7 @@ def test_a_run_is_a_function_of_its_settings_and_seed(tmp_path):
 
 
 def test_the_default_dtype_does_not_matter():
-    settings = replace(ridge.Settings(), iterations=3)
+    settings = replace(ridge.RidgeSettings(), iterations=3)
     expected = ridge.fit(settings, 0, 50)
     torch.set_default_dtype(torch.float32)
     assert ridge.fit(settings, 0, 50) == expected
@@ -76,7 +76,7 @@ def test_the_default_dtype_does_not_matter():
 
 @pytest.mark.parametrize("steps", [10, 50])
 def test_spectral_equals_reverse(steps):
-    data = ridge.draw_data(ridge.Settings(), seed=3)
+    data = ridge.draw_data(ridge.RidgeSettings(), seed=3)
     lam = torch.linspace(-6, 4, 30)
     results = [
         bl.hypergradient(
@@ -94,7 +94,7 @@ def test_spectral_equals_reverse(steps):
 
 
 def test_the_exact_row_is_the_limit_of_many_steps():
-    data = ridge.draw_data(ridge.Settings(), seed=1)
+    data = ridge.draw_data(ridge.RidgeSettings(), seed=1)
     lam, task, dynamics = torch.zeros(30), bl.Task(data.train, data.val), bl.GradientDescent(data.lr)
     exact = bl.hypergradient(ridge.ridge(data, None), lam, task, dynamics=dynamics, steps=0)
     many = bl.hypergradient(ridge.ridge(data, 10_000), lam, task, dynamics=dynamics, steps=10_000, method=bl.Spectral())
@@ -106,7 +106,7 @@ def test_the_exact_row_is_the_limit_of_many_steps():
 
 
 def test_the_step_size_is_safe_for_the_whole_box():
-    settings = ridge.Settings()
+    settings = ridge.RidgeSettings()
     data = ridge.draw_data(settings, seed=0)
     corner = torch.full((30,), settings.high)
     hessian = torch.autograd.functional.hessian(lambda w: ridge.inner(w, corner, data.train), torch.zeros(30))
@@ -121,7 +121,7 @@ def test_mape_by_hand():
 
 
 def test_data_as_the_paper_describes_them():
-    data = ridge.draw_data(ridge.Settings(noise=0.0), seed=5)
+    data = ridge.draw_data(ridge.RidgeSettings(noise=0.0), seed=5)
     sizes = {part[0].shape for part in (data.train, data.val, data.test)}
     assert sizes == {torch.Size([30, 30])}
     # Without noise the five informative features alone explain every target.

@@ -13,16 +13,16 @@ import torch
 from bilevel import BilevelError
 from bilevel.errors import DivergenceError
 from bilevel.experiments import _trainings, validate_t, variants
-from bilevel.experiments._trainings import Judged, Trained
+from bilevel.experiments._trainings import FinishedTraining, JudgedTraining
 from bilevel.experiments.base import reproduce
-from bilevel.meta.runs import train_in
-from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import open_data
+from bilevel.learners.runs import train_in
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import open_data
 from few_scripts import drawn
 
 SHORT = {"iterations": "60", "looks": "3", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
 TINY = {"iterations": "4", "looks": "2", "look_episodes": "4", "validation_episodes": "4", "test_episodes": "4"}
-STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1,4"}
+STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1,4", "validation_episodes": "4"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,11 +65,11 @@ def test_a_hyperiteration_has_as_many_images_whatever_the_variant():
     for dataset in _trainings.PROBLEMS:
         sizes = set()
         for variant in variants.PRINTED:
-            training = variants.training_of(variants.Settings(), dataset, variant, 100, 0)
+            training = variants.training_of(variants.VariantsSettings(), dataset, variant, 100, 0)
             shots = training.train_shots or training.shots
             sizes.add(training.ways * (shots + (training.queries if training.outer == "query" else 0)))
         assert len(sizes) == 1
-    wide = variants.training_of(variants.Settings(), "miniimagenet", "multiclass", 100, 0)
+    wide = variants.training_of(variants.VariantsSettings(), "miniimagenet", "multiclass", 100, 0)
     assert (wide.network, wide.iterations) == ("c4l-64", 30)
 
 
@@ -98,7 +98,7 @@ def test_the_order_is_said_in_words_and_follows_from_the_numbers(six):
 def test_a_second_run_reads_the_trainings_and_finds_the_same(six, tmp_path, monkeypatch):
     result, record = six
     monkeypatch.setattr(
-        "bilevel.meta.training.FewShotTraining.step", lambda *arguments: pytest.fail("it was trained again")
+        "bilevel.learners.training.FewShotTraining.step", lambda *arguments: pytest.fail("it was trained again")
     )
     again, _ = reproduce("variants", SHORT, quick=True, out=record.folder.parent, progress=False)
     assert again.numbers == result.numbers
@@ -148,7 +148,7 @@ def test_a_result_is_that_of_its_settings_and_not_of_what_lay_there(tmp_path):
             reproduce("variants", options | change, quick=True, out=tmp_path, progress=False)
     # Bilevel-train has the same settings, and must not go on with what Classic began.
     with pytest.raises(BilevelError, match="kind: ClassicTraining there, FewShotTraining here"):
-        training = Training.of(config["settings"])
+        training = TrainingSettings.of(config["settings"])
         train_in(path, variants.FewShotTraining(training, open_data(training)), "", "x", progress=False)
 
 
@@ -212,8 +212,8 @@ def test_early_stopping_ends_a_training_and_the_table_says_where(tmp_path):
 
 
 def curve(steps, iterations, most, score):
-    training, points = Training(steps=steps, iterations=most), [(0, 0.2, 0.1), (2, score, 0.01)]
-    return Trained(None, training, iterations < most, iterations, 2, 0.0, points)
+    training, points = TrainingSettings(steps=steps, iterations=most), [(0, 0.2, 0.1), (2, score, 0.01)]
+    return FinishedTraining(None, training, iterations < most, iterations, 2, 0.0, points)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
     torch.set_default_dtype(torch.float32)
     settings = replace(_trainings.PROBLEMS["glyphs"], steps=3)
     learner = _trainings.FewShotTraining(settings, glyphs).learner
-    trained = Trained(learner, settings, False, 0, 0, 0.0, [])
+    trained = FinishedTraining(learner, settings, False, 0, 0, 0.0, [])
     found = {size: _trainings.judge_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
     both = _trainings.judge_with_steps(trained, glyphs, list(found), 10, 4)
     best = max(found, key=lambda size: found[size].validation)
@@ -268,7 +268,7 @@ def test_several_seeds_are_several_trainings(tmp_path):
 
 
 def test_differences_add_their_intervals_in_quadrature():
-    gap, width = _trainings.differ(Judged(0.1, 0.5, 0.6, 0.03), Judged(0.1, 0.5, 0.5, 0.04))
+    gap, width = _trainings.differ(JudgedTraining(0.1, 0.5, 0.6, 0.03), JudgedTraining(0.1, 0.5, 0.5, 0.04))
     assert gap == pytest.approx(0.1) and width == pytest.approx(0.05)
 
 

@@ -57,7 +57,7 @@ def test_what_it_does_not_know_is_refused():
         with pytest.raises(bl.BilevelError, match=match):
             bl.hypergradient(problem, lam, task, **{**good, **changes})
 
-    refused("write inner=LinearClassifiers", problem=example.written)
+    refused("write inner=LinearClassifiers", problem=example.without_encode)
     refused("knows gradient descent with numbers", dynamics=bl.HeavyBall(0.3, 0.9))
     refused("knows gradient descent with numbers", dynamics=bl.Adam(0.1))
     refused("knows gradient descent with numbers", dynamics=bl.GradientDescent(torch.tensor(0.1)))

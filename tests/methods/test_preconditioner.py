@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import bilevel as bl
-from bilevel.linear_solvers import Operator
 from bilevel.testing import central_differences, relative_error
 
 FEATURES = 40
@@ -115,7 +114,7 @@ def test_a_factor_in_single_precision_will_do():
     assert relative_error(run(inverse).grad, run().grad) < 1e-9
 
 
-def test_solve_takes_it_with_tolerances_that_fall():
+def test_solve_takes_it_with_tolerances_that_fall(counted_checks):
     problem, lam, task = classifier()
     spent, ends = {}, {}
     for name, preconditioner in (("plain", None), ("fast", from_rows)):
@@ -138,19 +137,8 @@ def test_solve_takes_it_with_tolerances_that_fall():
         spent[name] = sum(products)
     assert relative_error(ends["fast"], ends["plain"]) < 1e-2
     assert spent["fast"] < 0.5 * spent["plain"]
-    # A function made anew at every hyperiteration is no reason to look at the problem again.
-    assert len(problem.checked) <= 3
-
-
-def test_conjugate_gradients_on_an_operator_that_brings_its_inverse():
-    torch.manual_seed(2)
-    matrix = torch.diag(torch.logspace(0, 6, 50))
-    b = torch.randn(50)
-    plain = bl.CG(tol=1e-10).solve(Operator(lambda v: matrix @ v, symmetric=True), b)
-    known = Operator(lambda v: matrix @ v, symmetric=True, inverse=lambda v: v / matrix.diagonal())
-    fast = bl.CG(tol=1e-10).solve(known, b)
-    assert fast.products == 2 and plain.products > 50
-    assert relative_error(fast.x, b / matrix.diagonal()) < 1e-10
+    # A function made anew at every hyperiteration is no reason to check the problem again.
+    assert len(counted_checks) <= 6
 
 
 def on_one_side(w, lam, task):

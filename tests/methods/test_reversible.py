@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bilevel as bl
-from bilevel.methods.process import Process
+from bilevel.engine.process import Process
 from bilevel.methods.reversible import ErasedDigits, ExactMomentum, Ratio
 from bilevel.testing import relative_error
 

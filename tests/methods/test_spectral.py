@@ -5,8 +5,8 @@ import torch
 
 import bilevel as bl
 from bilevel.hypergradients import value_of
-from bilevel.methods.spectral_functions import iterate
-from bilevel.methods.spectral_krylov import iterate_all
+from bilevel.methods.spectral.functions import iterate
+from bilevel.methods.spectral.krylov import iterate_all
 from bilevel.testing import central_differences, relative_error
 
 

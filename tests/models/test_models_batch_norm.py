@@ -94,3 +94,15 @@ def test_one_value_per_channel_has_no_statistics(sizes):
 
 def test_every_mode_is_explained():
     assert set(MEANING) == set(MODES)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_sets_are_normalised_each_by_its_own_statistics(scale):
+    norm, x = BatchNorm(3, scale=scale), torch.randn(5, 3, 4, 4)
+    expected = torch.cat([norm(part) for part in x.split([2, 3])])
+    norm.seen = []
+    with using({"norm": norm}, "own", [2, 3]):
+        assert torch.equal(norm(x), expected)
+    for part, (mean, variance) in zip(x.split([2, 3]), norm.seen, strict=True):
+        var, centre = torch.var_mean(part, (0, 2, 3), correction=0)
+        assert torch.allclose(mean, centre) and torch.allclose(variance, var)

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from bilevel.models import _allocator, _pooled
+from bilevel.models import _pooled
 from bilevel.models._folded import folded, patches, rectified_products
-from bilevel.models._functions import normalise
 from bilevel.models._sets import Sets
 from bilevel.models._strided import applies, layer, to_images, to_rows
 from bilevel.models.batch_norm import BatchNorm
@@ -20,38 +19,6 @@ SIZES = (2, 3)
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
-
-
-def normalised(rectify: bool):
-    return lambda x, weight, bias: normalise(x, weight, bias, 1e-3, SIZES, rectify)[0]
-
-
-@pytest.mark.parametrize("rectify", [True, False])
-@pytest.mark.parametrize("shape", [(5, 3, 2, 4), (5, 3)])
-def test_batch_norm_of_sets(rectify, shape):
-    x, weight, bias = draw(*shape), draw(3), draw(3)
-    plain = torch.cat([F.batch_norm(part, None, None, weight, bias, True, 0.0, 1e-3) for part in x.split(SIZES)])
-    plain = plain.relu() if rectify else plain
-    ours = normalised(rectify)(x, weight, bias)
-    assert torch.allclose(ours, plain, rtol=1e-13, atol=1e-13)
-    for one, other in zip(*(torch.autograd.grad(y.sin().sum(), (x, weight, bias)) for y in (ours, plain)), strict=True):
-        assert torch.allclose(one, other, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("rectify", [True, False])
-def test_batch_norm_of_sets_is_differentiable_twice(rectify):
-    inputs = draw(5, 2, 2, 3), draw(2), draw(2)
-    assert gradcheck(normalised(rectify), inputs)
-    assert gradgradcheck(normalised(rectify), inputs)
-
-
-def test_statistics_of_sets():
-    x = draw(5, 3, 4, 4).detach()
-    _, means, scales = normalise(x, None, None, 1e-3, SIZES)
-    for part, mean, scale in zip(x.split(SIZES), means, scales, strict=True):
-        var, expected = torch.var_mean(part, (0, 2, 3), correction=0)
-        assert torch.allclose(mean, expected)
-        assert torch.allclose(scale, torch.rsqrt(var + 1e-3))
 
 
 def test_rectified_products_are_differentiable_twice():
@@ -263,19 +230,3 @@ def test_what_does_not_grow_is_pooled_last():
     with torch.no_grad():
         norm.weight[0] = -1.0
     assert not _pooled.applies((conv, norm, relu, pool), torch.zeros(1))
-
-
-# ------------------------------------------------------------------------------------- memory
-
-
-def test_a_users_setting_of_malloc_is_respected(monkeypatch):
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")
-    assert _allocator.keep_freed_memory.__wrapped__() is False
-
-
-def test_without_glibc_nothing_happens(monkeypatch):
-    for name in list(_allocator.os.environ):
-        if name.startswith(("MALLOC_", "GLIBC_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(_allocator.ctypes, "CDLL", lambda name: object())
-    assert _allocator.keep_freed_memory.__wrapped__() is False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bilevel import models
 from bilevel.errors import BilevelError
-from bilevel.models._blocks import Blocks, per_image
+from bilevel.models._blocks import FusedSequential, per_image
 from bilevel.models.batch_norm import BatchNorm, converted, layers, using
 
 SHAPES = {"omniglot-net": (1, 28, 28), "c4l": (3, 84, 84), "c4l-64": (3, 84, 84), "rn": (3, 84, 84)}
@@ -167,7 +167,7 @@ def test_conversion_keeps_names_values_and_averages():
     names = {name: value.clone() for name, value in net.named_parameters()}
     means = [m.running_mean.clone() for m in net.modules() if getattr(m, "running_mean", None) is not None]
     ours = converted(net)
-    assert isinstance(ours, Blocks)
+    assert isinstance(ours, FusedSequential)
     assert {name: value.shape for name, value in ours.named_parameters()} == {k: v.shape for k, v in names.items()}
     assert all(torch.equal(value, names[name]) for name, value in ours.named_parameters())
     kept = [norm.running_mean for norm in layers(ours).values() if norm.running_mean.any()]
@@ -180,7 +180,7 @@ def test_a_sequence_that_somebody_listens_to_stays_as_it_is():
     seen = []
     net[0].register_forward_hook(lambda *args: seen.append(args[2].shape))
     ours = converted(net)
-    assert not isinstance(ours, Blocks)
+    assert not isinstance(ours, FusedSequential)
     ours(torch.rand(2, 1, 5, 5))
     assert seen == [(2, 36, 3, 3)]
 

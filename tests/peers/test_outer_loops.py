@@ -218,16 +218,11 @@ def test_weights_on_the_simplex_choose_the_sources_of_data():
     close(solution.outer, torch.tensor([1.0, 0.0, 0.0]), 1e-2)
 
 
-def test_new_tasks_with_a_carried_start_are_refused():
-    """A warm start from the w of another task is not what it seems."""
-    with pytest.raises(bl.BilevelError):
-        bl.solve(
-            PROBLEM,
-            torch.zeros(4),
-            lambda k: TASK,
-            dynamics=bl.GradientDescent(0.3),
-            steps=5,
-            start="warm",
-            iterations=2,
-            progress=False,
-        )
+def test_tasks_drawn_anew_carry_w_from_one_to_the_next():
+    """A source that returns the same task at every k is that task, with w carried over."""
+    settings = {"dynamics": bl.GradientDescent(0.3), "steps": 5, "start": "warm", "iterations": 3, "progress": False}
+    drawn = bl.solve(PROBLEM, torch.zeros(4), lambda k: TASK, **settings)
+    fixed = bl.solve(PROBLEM, torch.zeros(4), TASK, **settings)
+    close(drawn.outer, fixed.outer, 1e-12)
+    cold = bl.solve(PROBLEM, torch.zeros(4), TASK, **{**settings, "start": "cold"})
+    assert not torch.allclose(drawn.outer, cold.outer)

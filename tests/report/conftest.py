@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from report_fixtures import BITE, SCRIPT, result, run
 
-from bilevel.meta.settings import Settings
-from bilevel.meta.training import open_data
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import open_data
 from bilevel.report.page import write
 
 
@@ -30,7 +30,7 @@ def world(tmp_path_factory):
     torch.set_default_dtype(torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BILEVEL_CACHE", str(root / "cache"))
-        settings = Settings(dataset=str(root / "pictures"), ways=3, shots=1, queries=4, steps=5, iterations=400)
+        settings = TrainingSettings(dataset=str(root / "pictures"), ways=3, shots=1, queries=4, steps=5, iterations=400)
         data = open_data(settings)
         yield SimpleNamespace(root=root, settings=settings, data=data)
     torch.set_default_dtype(torch.float64)

@@ -5,8 +5,9 @@ import json
 import numpy as np
 from PIL import Image
 
-from bilevel.meta.training import new_learner
-from bilevel.training.files import write_json, write_tensors
+from bilevel.files import write_json
+from bilevel.learners.training import new_learner
+from bilevel.training.files import write_tensors
 
 BITE = "<img src=x onerror=window.hacked=1>"
 SCRIPT = "</script><script>window.hacked=1</script>"

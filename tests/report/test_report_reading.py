@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from bilevel import BilevelError, BilevelWarning
 from bilevel.cli import build
-from bilevel.meta.library import find
-from bilevel.meta.training import episodes, open_data
+from bilevel.learners.library import find
+from bilevel.learners.streams import episodes, open_data
 from bilevel.report import curves, models, page, pictures, read
 
 
@@ -132,13 +132,21 @@ def test_a_run_of_another_kind_shows_its_curves_and_says_what_it_has_not(tmp_pat
     assert "another job" in text and '"loss": [{' in text
 
 
-def test_unreadable_lines_and_configurations_are_counted_and_the_rest_is_kept(tmp_path):
+def test_damaged_metrics_and_configurations_are_named_and_left_out(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    lines = ['{"iteration": 20, "loss": 1}', "nonsense", '{"loss": 3}', '{"iteration": 40, "loss": NaN}', '{"iterat']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 20, "loss": 1}\nnonsense\n{"iteration": 40, "loss": 1}\n')
     found = read.gather([tmp_path])
     assert [line["iteration"] for line in found.runs[0].metrics] == [20, 40] and found.runs[0].config == {}
-    assert len(found.warnings) == 2 and "config.json" in found.warnings[0] and "2 of 5 lines" in found.warnings[1]
+    assert len(found.warnings) == 2 and "config.json" in found.warnings[0] and "line 2 of 4" in found.warnings[1]
+
+
+def test_a_torn_last_line_is_left_out_and_what_is_no_number_becomes_a_gap(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    lines = ['{"iteration": 20, "loss": 1}', '{"iteration": 40, "loss": NaN}', '{"iterat']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    found = read.gather([tmp_path])
+    assert [line["iteration"] for line in found.runs[0].metrics] == [20, 40]
+    assert len(found.warnings) == 1 and "config.json" in found.warnings[0]
     with pytest.warns(BilevelWarning):
         page.write([tmp_path], tmp_path / "page.html")
     assert "NaN" not in (tmp_path / "page.html").read_text(encoding="utf-8").split('id="charts">')[1].split("<")[0]

@@ -1,7 +1,8 @@
 """Reading files: dialects, and what is said about files that are no tables."""
 
+import gzip
 import hashlib
-import importlib
+import sys
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ from table_fixtures import diabetes
 
 from asking import refused
 from bilevel.tabular.reading import read_table
-from bilevel.tabular.values import look
+from bilevel.tabular.values import distinct_labels, kind_of, labels_of, numbers_of
 
 
 def test_csv_and_parquet_are_the_same_table_and_the_file_is_left_alone(tmp_path):
@@ -57,9 +58,10 @@ def test_a_separator_a_decimal_mark_and_an_encoding_that_are_given(tmp_path):
         (b"a,b\n", ["has a header", "'a', 'b'", "no rows"]),
         (b"a,b,a\n1,2,3\n", ["more than one column called 'a'"]),
         (b"a,b\n1,2,3\n4,5,6\n", ["first row has 3 fields", "header 2"]),
-        (b"a,b\n1,2\n1,2,3\n", ["not a readable CSV", "line 3"]),
-        (b"PK\x03\x04rest", ["Excel"]),
-        (b"\x1f\x8brest", ["gzip"]),
+        (b"a,b\n1,2\n1,2,3\n", ["line 3 has 3 fields", "header 2", "Quote"]),
+        (b"PK\x03\x04rest", ["a zip archive", "Excel"]),
+        (b"PK\x03\x04 xl/workbook.xml", ["Excel workbook", "cannot be read"]),
+        (b"\x1f\x8brest", ["gzip", "cannot be decompressed"]),
         (b"PAR1 but nothing else", ["Parquet", "cannot be read"]),
         (b"\xff\xfea\x00,\x00", ["not UTF-8", "--encoding utf-16"]),
         (b"a,b\x00\x00\n1,2\n", ["not a text file"]),
@@ -87,18 +89,11 @@ def test_an_index_with_a_name_is_a_column_of_a_parquet_file(tmp_path):
     assert read_table(tmp_path / "plain.parquet").columns == ["a"]
 
 
-@pytest.mark.parametrize(("suffix", "module"), [(".csv", "pandas"), (".parquet", "pyarrow.parquet")])
-def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch, suffix, module):
+@pytest.mark.parametrize(("suffix", "package"), [(".csv", "pandas"), (".parquet", "pyarrow")])
+def test_a_missing_package_says_how_to_get_it(tmp_path, monkeypatch, suffix, package):
     file = diabetes(tmp_path / f"a{suffix}")
-    found = importlib.import_module
-
-    def without(name, *rest):
-        if name == module:
-            raise ImportError(name)
-        return found(name, *rest)
-
-    monkeypatch.setattr("bilevel.tabular._packages.import_module", without)
-    with refused(module, r"pip install 'bilevel\[table\]'"):
+    monkeypatch.setitem(sys.modules, package, None)
+    with refused(package, r'pip install "bilevel\[table\]"'):
         read_table(file)
 
 
@@ -118,6 +113,9 @@ def test_fields_as_they_are_written(tmp_path):
         ([True, False], "boolean"),
         ([True, None], "boolean"),
         (["a", "b", None], "text"),
+        (["72%", "3.5 %", None], "number"),
+        (["72%", "3%", "high"], "mixed"),
+        (["72%", "3%", "5"], "mixed"),
         (["1", "2", "3", "x"], "mixed"),
         (["2020-01-01", "2021-12-31"], "date"),
         (["31.12.2020", "1.1.2021"], "date"),
@@ -133,13 +131,56 @@ def test_fields_as_they_are_written(tmp_path):
     ],
 )
 def test_what_a_column_holds(values, holds):
-    assert look(values).holds == holds
+    assert kind_of(pd.Series(values)) == holds
 
 
 def test_labels_do_not_depend_on_how_a_column_was_read():
-    whole, real, words = look([1, 2, 3]), look([1.0, 2.0, None]), look(["1", "2", "a"])
-    assert whole.labels().tolist()[:2] == real.labels().tolist()[:2] == words.labels().tolist()[:2] == ["1", "2"]
-    assert real.labels()[2] is None
-    assert look([10, 9, 10]).distinct() == ["9", "10"]  # by size, not by letters
-    assert look([True, False, True]).distinct() == ["False", "True"]
-    assert np.isnan(look([1.0, None]).numbers[1])
+    whole, real, words = (labels_of(pd.Series(values)) for values in ([1, 2, 3], [1.0, 2.0, None], ["1", "2", "a"]))
+    assert whole.tolist()[:2] == real.tolist()[:2] == words.tolist()[:2] == ["1", "2"]
+    assert np.isnan(real[2])
+    assert distinct_labels(pd.Series([True, False, True])) == ["False", "True"]
+
+
+def test_percentages_are_numbers():
+    found = numbers_of(pd.Series(["72%", " 3.5 %", None, "-7,25%", "5"]))
+    assert found[[0, 1, 3]].tolist() == [72, 3.5, -7.25] and np.isnan(found[[2, 4]]).all()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_files_compressed_with_gzip(tmp_path, suffix):
+    file = diabetes(tmp_path / f"a{suffix}")
+    packed = tmp_path / f"a{suffix}.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    table = read_table(packed)
+    pd.testing.assert_frame_equal(table.frame, read_table(file).frame)
+    assert table.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
+
+
+def test_excel(tmp_path):
+    frame = pd.DataFrame({"a": [1.5, 2.5], "b": ["x", None], "day": pd.to_datetime(["2024-01-31", "2024-02-01"])})
+    frame.to_excel(tmp_path / "one.xlsx", index=False)
+    found = read_table(tmp_path / "one.xlsx")
+    assert found.kind == "Excel" and found.columns == ["a", "b", "day"] and found.frame["a"].tolist() == [1.5, 2.5]
+    assert found.frame["day"].dtype.kind == "M"
+    with pd.ExcelWriter(tmp_path / "two.xlsx") as book:
+        frame.to_excel(book, sheet_name="old", index=False)
+        frame.assign(a=[7, 8]).to_excel(book, sheet_name="new", index=False)
+    assert read_table(tmp_path / "two.xlsx", sheet="new").frame["a"].tolist() == [7, 8]
+    with refused("2 sheets", "--sheet", "'old', 'new'"):
+        read_table(tmp_path / "two.xlsx")
+    with refused("--sheet 'none' is not in", "'old', 'new'"):
+        read_table(tmp_path / "two.xlsx", sheet="none")
+
+
+def test_decimal_and_thousands_marks(tmp_path):
+    file = tmp_path / "t.csv"
+    file.write_text("a;b\n1.234,5;12.000\n-7,25;3\n")
+    found = read_table(file, decimal=",", thousands=".").frame
+    assert found["a"].tolist() == [1234.5, -7.25] and found["b"].tolist() == [12000, 3]
+    file.write_text("a;b\n1.234,5;2.50\n7,25;3.75\n")
+    with refused("'2.50' in column 'b'", "--thousands . does not fit"):
+        read_table(file, decimal=",", thousands=".")
+    with refused("--thousands '..' is not one character"):
+        read_table(file, thousands="..")
+    with refused("--decimal and --thousands are both"):
+        read_table(file, thousands=".")

@@ -9,26 +9,26 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
-from sklearn.linear_model import LogisticRegression, Ridge, RidgeCV
-from sklearn.metrics import accuracy_score, log_loss, r2_score
+from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
+from sklearn.linear_model import LassoCV, Ridge
+from sklearn.metrics import balanced_accuracy_score, log_loss, r2_score, roc_auc_score
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
 from table_fixtures import cancer, diabetes, flats, wine, written
 
 from asking import refused
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
-from bilevel.tabular.importance import _held, features, table_csv
-from bilevel.tabular.model import load
-from bilevel.tabular.reading import read_table
-from bilevel.tabular.record import record, test_points
-from bilevel.tabular.rivals import RIDGE_GRID
-from bilevel.tabular.scores import Score, class_score, regression_score, verdict
-from bilevel.tabular.settings import TuneSettings
-from bilevel.tabular.study import tune
+from bilevel.tabular import TuneSettings, load, read_table, tune
+from bilevel.tabular.results import _shrinkage, chart_points, feature_rows, features_csv, result_record
+from bilevel.training.files import read_tensors, write_tensors
 
-test_points.__test__ = False  # a name of the library, not a test
+QUICK = {"max_iter": 5, "repeats": 1, "cv": 2}
 
 
 def tuned(path, **settings):
-    return tune(read_table(path), TuneSettings(**{"max_iter": 10, **settings}))
+    settings = {"model": "ridge", **QUICK, **settings}
+    return tune(read_table(path), TuneSettings(**settings))
 
 
 @pytest.fixture(scope="module")
@@ -38,27 +38,78 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ridge(place):
-    return tuned(diabetes(place / "diabetes.csv"), target="target", seed=3)
+    return tuned(diabetes(place / "diabetes.csv"), target="target", seed=3, repeats=2, cv=3)
 
 
 @pytest.fixture(scope="module")
 def logistic(place):
-    return tuned(cancer(place / "cancer.csv"), target="target", refit=False)
+    return tuned(cancer(place / "cancer.csv", rows=250), target="target", model="logistic")
 
 
-def standardised(study, rows):
-    return (study.prepared.features[rows] - study.model.mean) / study.model.scale
+def standardised(study):
+    return study.model.pipeline[:-1].transform(study.used.frame)
 
 
-def test_the_model_is_the_estimators_to_the_last_digits(ridge, logistic):
+def every_row(study):
+    return study.used.splits.inner(np.arange(len(study.used.y)))
+
+
+def compared(study, name):
+    return next(one for one in study.comparison.models if one.name == name)
+
+
+def test_the_saved_model_is_the_estimators_to_the_last_digits(ridge, logistic):
     for study, kind in ((ridge, BilevelRidge), (logistic, BilevelLogisticRegression)):
-        prepared = study.prepared
-        own = kind(cv=prepared.folds(study.settings), max_iter=10, random_state=study.settings.seed)
-        own.fit(standardised(study, prepared.train), prepared.y[prepared.train])
-        X = standardised(study, prepared.test)
-        expected = own.predict_proba(X) if prepared.target.classes else own.predict(X)
-        assert np.allclose(study.test_predictions()[1], expected, rtol=1e-12, atol=1e-12)
-        assert np.allclose(study.judged.penalty, own.alpha_, rtol=1e-8)
+        own = kind(cv=every_row(study), max_iter=5, random_state=study.settings.seed)
+        X = standardised(study)
+        own.fit(X, study.used.y)
+        expected = own.predict_proba(X) if study.model.classes else own.predict(X)
+        assert np.allclose(study.model.outputs(study.used.frame), expected, rtol=1e-12, atol=1e-12)
+        assert np.allclose(study.model.penalty, own.alpha_, rtol=1e-8)
+
+
+def test_every_model_is_tested_on_rows_it_was_not_fitted_to(ridge, logistic):
+    """Each fold, again and by hand: columns prepared, penalties tuned and models fitted on its training rows."""
+    y, frame = ridge.used.y, ridge.used.frame
+    lasso, ours, losses = np.empty(len(y)), np.empty(len(y)), []
+    pairs = next(iter(ridge.used.splits.outer(1)))
+    assert sorted(np.concatenate([test for _, test in pairs])) == list(range(len(y)))
+    for train, test in pairs:
+        folds = ridge.used.splits.inner(train)
+        assert all(not set(a) & set(b) for a, b in folds)
+        theirs = make_pipeline(StandardScaler(), LassoCV(cv=folds, max_iter=5000)).fit(frame.iloc[train], y[train])
+        lasso[test] = theirs.predict(frame.iloc[test])
+        own = make_pipeline(StandardScaler(), BilevelRidge(cv=folds, max_iter=5, random_state=3))
+        ours[test] = own.fit(frame.iloc[train], y[train]).predict(frame.iloc[test])
+        losses.append(((ours[test] - y[test]) ** 2).mean())
+    assert np.allclose(compared(ridge, "LassoCV").predicted, lasso)
+    assert np.allclose(compared(ridge, "BilevelRidge").predicted, ours)
+    assert np.allclose(compared(ridge, "BilevelRidge").losses[:3], losses) and ridge.comparison.repeats == 2
+    assert len(compared(ridge, "LassoCV").losses) == 6
+    assert ridge.comparison.ratio == pytest.approx(0.5, rel=0.02)
+    names = {one.name for one in ridge.comparison.models}
+    assert names == {"mean", "RidgeCV", "LassoCV", "ElasticNetCV", "RandomForestRegressor",
+                     "HistGradientBoostingRegressor", "BilevelRidge"}  # fmt: skip
+    assert compared(logistic, "BilevelLogisticRegression").scores == pytest.approx(
+        scores_by_hand(logistic.used.y, compared(logistic, "BilevelLogisticRegression").predicted)
+    )
+
+
+def scores_by_hand(y, chances):
+    labels, found = np.array(["benign", "malignant"]), chances.argmax(1)
+    return {
+        "accuracy": (labels[found] == y).mean(),
+        "balanced_accuracy": balanced_accuracy_score(y, labels[found]),
+        "auc": roc_auc_score(y == "malignant", chances[:, 1]),
+        "log_loss": log_loss(y, chances),
+    }
+
+
+def test_the_measures_of_numbers(ridge):
+    scores = compared(ridge, "BilevelRidge").scores
+    assert scores["rmse"] == pytest.approx(np.sqrt(compared(ridge, "BilevelRidge").losses.mean()), rel=1e-3)
+    first = r2_score(ridge.used.y, compared(ridge, "BilevelRidge").predicted)
+    assert scores["r2"] == pytest.approx(first, abs=0.02) and compared(ridge, "mean").scores["r2"] < 0.01
 
 
 def test_the_unit_of_the_weights_decides_nothing(tmp_path):
@@ -67,7 +118,7 @@ def test_the_unit_of_the_weights_decides_nothing(tmp_path):
         tuned(flats(tmp_path / f"{unit}.csv", weight=draw * unit), target="price", weights="weight", one_hot=True)
         for unit in (1.0, 2.0**-30)
     ]
-    one, other = ([entry.score.main for entry in study.entries] for study in studies)
+    one, other = ([entry.scores["rmse"] for entry in study.comparison.models] for study in studies)
     np.testing.assert_allclose(other, one, rtol=1e-6)
     np.testing.assert_allclose(studies[1].model.penalty, studies[0].model.penalty, rtol=1e-3)
     assert any("'weight' are divided by their mean" in note for note in studies[0].notes)
@@ -79,65 +130,71 @@ def test_the_file_predicts_what_the_model_does_and_holds_no_code(ridge, logistic
         frame = study.table.frame
         before, after = study.model.predict(frame), load(tmp_path).predict(frame)
         assert before.values == after.values and len(after.values) == len(frame)
-        if study.prepared.target.classes:
+        if study.model.classes:
             assert np.array_equal(before.probabilities, after.probabilities)
             assert set(after.values) == {"benign", "malignant"}
+        assert np.array_equal(study.model.outputs(frame), load(tmp_path).outputs(frame))
         header = (tmp_path / "model.safetensors").read_bytes()[8:]
         assert (
-            json.JSONDecoder().raw_decode(header.decode("utf-8", errors="ignore"))[0]["coefficients"]["dtype"] == "F64"
+            json.JSONDecoder().raw_decode(header.decode("utf-8", errors="ignore"))[0]["model.coef_"]["dtype"] == "F64"
         )
 
 
-def test_the_saved_model_is_fitted_to_all_rows_with_the_tuned_penalties(ridge, place):
-    X, y = standardised(ridge, slice(None)), ridge.prepared.y
-    w, b = ridge.model.coefficients[0], ridge.model.intercept
-    residual = y - X @ w - b
-    assert np.allclose(X.T @ residual, ridge.model.penalty * w, atol=1e-6 * len(y)) and abs(residual.sum()) < 1e-6
-    assert np.array_equal(ridge.model.penalty, ridge.judged.penalty)
-    assert not np.allclose(ridge.model.coefficients, ridge.judged.coefficients)
-    # On the training rows, the same minimiser is the estimator's own fit.
-    rows = ridge.prepared.train
-    own = y[rows] - X[rows] @ ridge.judged.coefficients[0] - ridge.judged.intercept
-    assert np.allclose(X[rows].T @ own, ridge.judged.penalty * ridge.judged.coefficients[0], atol=1e-4)
-    kept = tuned(place / "diabetes.csv", target="target", seed=3, refit=False)
-    assert np.array_equal(kept.model.coefficients, ridge.judged.coefficients)
+def mixed(study_settings, place):
+    """A model of every kind of column, with gaps, and the table as pandas reads it."""
+    frame = pd.read_csv(flats(place / "flats.csv", rows=120)).astype(object)
+    frame["rooms"] = [f"{i % 9}%" for i in range(120)]
+    frame["door"] = ["left", "right"] * 60
+    frame.loc[3, "size"], frame.loc[5, "town"], frame.loc[7, "lift"], frame.loc[9, "door"] = [None] * 4
+    path = written(place / "mixed.csv", frame)
+    return tuned(path, target="price", one_hot=True, missing="median", **study_settings), pd.read_csv(path)
 
 
-def test_the_comparison_is_on_the_same_split(ridge, logistic):
-    prepared = ridge.prepared
-    X, Z = standardised(ridge, prepared.train), standardised(ridge, prepared.test)
-    theirs = RidgeCV(RIDGE_GRID, cv=prepared.folds(ridge.settings)).fit(X, prepared.y[prepared.train])
-    error = np.sqrt(((theirs.predict(Z) - prepared.y[prepared.test]) ** 2).mean())
-    assert ridge.entries[1].score.main == pytest.approx(error) and ridge.entries[1].penalty == theirs.alpha_
-    truth, ours = ridge.test_predictions()
-    assert ridge.entries[0].score.share == pytest.approx(r2_score(truth, ours))
-    mean = prepared.y[prepared.train].mean()
-    assert ridge.entries[2].score.main == pytest.approx(np.sqrt(((truth - mean) ** 2).mean()))
-    truth, chances = logistic.test_predictions()
-    assert logistic.entries[0].score.share == pytest.approx(accuracy_score(truth, chances.argmax(1)))
-    assert logistic.entries[0].score.main == pytest.approx(log_loss(truth, chances))
-    share = np.bincount(truth) / len(truth)
-    assert logistic.entries[2].score.share == pytest.approx(share.max())
-    penalty = logistic.entries[1].penalty
-    rows = logistic.prepared.train
-    theirs = LogisticRegression(C=1 / penalty, max_iter=1000).fit(
-        standardised(logistic, rows), logistic.prepared.y[rows]
-    )
-    expected = log_loss(truth, theirs.predict_proba(standardised(logistic, ~rows)))
-    assert logistic.entries[1].score.main == pytest.approx(expected, rel=1e-2)
+@pytest.mark.parametrize("settings", [{"penalty": "shared"}, {"group": ("columns",)}, {"model": "elastic-net"}])
+def test_the_loaded_pipeline_is_a_scikit_learn_pipeline(tmp_path, settings):
+    study, frame = mixed({"max_iter": 3, **settings}, tmp_path)
+    study.model.save(tmp_path / "model.safetensors")
+    saved, loaded = study.model.pipeline, load(tmp_path).pipeline
+    assert isinstance(loaded, Pipeline) and isinstance(loaded["columns"], ColumnTransformer)
+    assert isinstance(loaded["scale"], StandardScaler) and type(loaded["model"]) is type(saved["model"])
+    new = frame.drop(columns="price")[::-1]
+    assert np.array_equal(loaded.predict(new), saved.predict(new))
+    expected = study.model.predict(frame).values[::-1]
+    assert loaded.predict(new).tolist() == expected
+    names = loaded[:-1].get_feature_names_out()
+    assert list(names) == list(saved[:-1].get_feature_names_out())
+    assert {"size", "rooms", "lift", "town=Oslo", "door=right"} <= set(names) and "door=left" not in names
+    for step in ("columns", "varying", "scale"):
+        before = saved[step].transform(frame if step == "columns" else np.ones((2, saved[step].n_features_in_)))
+        after = loaded[step].transform(frame if step == "columns" else np.ones((2, saved[step].n_features_in_)))
+        assert np.array_equal(before, after)
+    assert repr(loaded["model"].get_params()) == repr(saved["model"].get_params())
+    again = clone(loaded).fit(frame.drop(columns="price"), frame["price"])
+    assert again.score(frame, frame["price"]) > 0.9
+    # The same bytes are written for the same model.
+    load(tmp_path).save(tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_a_pipeline_without_filling_refuses_empty_fields(tmp_path):
+    study = tuned(flats(tmp_path / "flats.csv"), target="price", one_hot=True, penalty="shared")
+    frame = study.table.frame.astype(object)
+    frame.loc[4, "town"] = None
+    with refused("Column 'town' has no value in 1 row, first in row 5", "--missing median"):
+        study.model.pipeline.predict(frame)
 
 
 def test_weights_count_rows_in_proportion(place, tmp_path):
     path = flats(tmp_path / "flats.csv")
     study = tuned(path, target="price", one_hot=True, weights="weight", penalty="shared")
-    weights = study.prepared.weights
-    assert "weight" not in study.prepared.names and set((weights / weights.min()).round(9)) == {1, 2, 3}
-    assert weights[study.prepared.train].mean() == pytest.approx(1)
-    X, y, rows = standardised(study, slice(None)), study.prepared.y, study.prepared.train
-    own = Ridge(study.model.penalty[0]).fit(X[rows], y[rows], weights[rows])
-    assert np.allclose(study.judged.coefficients[0], own.coef_, rtol=1e-6)
-    expected = r2_score(y[~rows], own.predict(X[~rows]), sample_weight=weights[~rows])
-    assert study.entries[0].score.share == pytest.approx(expected, rel=1e-6)
+    weights = study.used.weights
+    assert "weight" not in study.model.features and set((weights / weights.min()).round(9)) == {1, 2, 3}
+    assert weights.mean() == pytest.approx(1)
+    X, y = standardised(study), study.used.y
+    own = Ridge(study.model.penalty[0]).fit(X, y, weights)
+    assert np.allclose(study.model.coefficients[0], own.coef_, rtol=1e-6)
+    ours = study.verdict.ours
+    assert ours.scores["r2"] == pytest.approx(r2_score(y, ours.predicted, sample_weight=weights))
     assert np.ptp(study.model.penalty) == 0
 
 
@@ -147,26 +204,31 @@ def test_noise_is_switched_off_and_penalties_are_told_in_both_units(tmp_path):
     frame = pd.DataFrame(X, columns=["signal_0", "signal_1", *(f"noise_{i}" for i in range(58))])
     frame["y"] = X[:, 0] / 100 - 2 * X[:, 1] + draw.normal(size=110)
     path = written(tmp_path / "sparse.csv", frame)
-    study = tuned(path, target="y", penalty="groups", groups="prefix", max_iter=100)
-    found = {one.name: one for one in features(study)}
-    assert [name for name, one in found.items() if not one.off] == ["signal_0", "signal_1"]
-    for one, scale in zip(found.values(), study.model.scale, strict=True):
-        assert one.raw[0] == pytest.approx(one.coefficients[0] / scale)
-        assert one.raw_penalty == pytest.approx(one.penalty * scale**2)
-    assert study.entries[0].score.main < study.entries[1].score.main
-    Z, penalty = standardised(study, study.prepared.train), np.diag(study.model.penalty)
+    study = tuned(path, target="y", penalty="groups", group=("prefix",), max_iter=100, cv=3)
+    found = {one["name"]: one for one in feature_rows(study)}
+    noise = [one for name, one in found.items() if name.startswith("noise")]
+    assert min(one["penalty"] for one in noise) > 20 * found["signal_1"]["penalty"]
+    assert all(one["off"] == (one["shrinkage"] > 0.95) for one in found.values())
+    assert min(one["shrinkage"] for one in noise) > 0.5 > found["signal_1"]["shrinkage"]
+    assert study.variance["signal"] > 0.7 > 0.1 > abs(study.variance["noise"])
+    for one, scale in zip(found.values(), study.model.pipeline["scale"].scale_, strict=True):
+        assert one["coefficients_raw"][0] == pytest.approx(one["coefficients"][0] / scale)
+        assert one["penalty_raw"] == pytest.approx(one["penalty"] * scale**2)
+    assert compared(study, "BilevelRidge").scores["rmse"] < compared(study, "RidgeCV").scores["rmse"]
+    Z, penalty = standardised(study), np.diag(study.model.penalty)
     held = np.diag(penalty @ np.linalg.inv(Z.T @ Z + penalty))
-    assert np.allclose([one.shrinkage for one in found.values()], held, atol=1e-6)
+    assert np.allclose([one["shrinkage"] for one in found.values()], held, atol=1e-6)
     # The trace of the matrix that maps targets to predictions.
     trace = np.trace(Z @ np.linalg.solve(Z.T @ Z + penalty, Z.T))
-    assert record(study)["effective_features"] == pytest.approx(trace, rel=1e-6)
-    rows = list(csv.DictReader(io.StringIO(table_csv(study.model, list(found.values())))))
+    assert result_record(study)["effective_features"] == pytest.approx(trace, rel=1e-6)
+    rows = list(csv.DictReader(io.StringIO(features_csv(list(found.values()), []))))
     assert [row["feature"] for row in rows] == list(found)
-    assert float(rows[1]["penalty"]) == found["signal_1"].penalty
+    assert float(rows[1]["penalty"]) == found["signal_1"]["penalty"]
     # Standardising changes neither the predictions nor the penalties in the units of the table.
-    ours = Ridge(1.0).fit(X / np.sqrt([one.raw_penalty for one in found.values()]), frame["y"])
+    ours = Ridge(1.0).fit(X / np.sqrt([one["penalty_raw"] for one in found.values()]), frame["y"])
     assert np.allclose(
-        ours.coef_ / np.sqrt([one.raw_penalty for one in found.values()]), [one.raw[0] for one in found.values()]
+        ours.coef_ / np.sqrt([one["penalty_raw"] for one in found.values()]),
+        [one["coefficients_raw"][0] for one in found.values()],
     )
 
 
@@ -175,18 +237,23 @@ def test_what_holds_a_coefficient_where_features_outnumber_rows():
     X, penalty, weights = draw.normal(size=(20, 45)), draw.uniform(0.1, 50, 45), draw.uniform(0.5, 2, 20)
     centred = np.sqrt(weights)[:, None] * (X - weights @ X / weights.sum())
     expected = penalty * np.diag(np.linalg.inv(centred.T @ centred + np.diag(penalty)))
-    assert np.allclose(_held(X, penalty, weights), expected, rtol=1e-9)
+    assert np.allclose(_shrinkage(X, penalty, weights), expected, rtol=1e-9)
 
 
 def test_three_classes(place):
     study = tuned(wine(place / "wine.csv"), target="target", model="logistic", max_iter=3)
-    assert study.model.coefficients.shape == (3, 13) and study.model.target.classes == ("0", "1", "2")
-    _, chances = study.test_predictions()
-    assert np.allclose(chances.sum(1), 1) and study.entries[0].score.share > 0.9
-    header = table_csv(study.model, features(study)).splitlines()[0]
+    assert study.model.coefficients.shape == (3, 13) and study.model.classes == ["0", "1", "2"]
+    ours = study.verdict.ours
+    assert np.allclose(ours.predicted.sum(1), 1) and ours.scores["accuracy"] > 0.9
+    y = study.used.y
+    assert ours.scores["auc"] == pytest.approx(roc_auc_score(y, ours.predicted, multi_class="ovr"))
+    assert ours.scores["balanced_accuracy"] == pytest.approx(
+        balanced_accuracy_score(y, np.array(["0", "1", "2"])[ours.predicted.argmax(1)])
+    )
+    header = features_csv(feature_rows(study), study.model.classes).splitlines()[0]
     assert header.startswith("feature,column,coefficient 0,coefficient 1,coefficient 2,coefficient_raw 0")
-    confusion = np.array(test_points(study)["confusion"])
-    assert confusion.sum() == 45 and confusion.trace() == round(45 * study.entries[0].score.share)
+    confusion = np.array(chart_points(study)["confusion"])
+    assert confusion.sum() == 178 and confusion.trace() == round(178 * ours.scores["accuracy"])
 
 
 def test_groups_share_a_penalty(place, tmp_path):
@@ -194,29 +261,45 @@ def test_groups_share_a_penalty(place, tmp_path):
     file = tmp_path / "groups.json"
     names = [name for name in pd.read_csv(path).columns if name != "target"]
     file.write_text(json.dumps({"mean": names[:10], "error": names[10:20], "worst": names[20:]}))
-    study = tuned(path, target="target", penalty="groups", groups=str(file), max_iter=3)
+    study = tuned(path, target="target", model="logistic", penalty="groups", group=(str(file),), max_iter=3)
     penalties = study.model.penalty.reshape(3, 10)
     assert np.ptp(penalties, axis=1).max() == 0 and len(np.unique(penalties)) <= 3
-    assert [one.group for one in features(study)] == ["mean"] * 10 + ["error"] * 10 + ["worst"] * 10
-    assert "group" in table_csv(study.model, features(study)).splitlines()[0]
+    assert [one["group"] for one in feature_rows(study)] == ["mean"] * 10 + ["error"] * 10 + ["worst"] * 10
+    assert "group" in features_csv(feature_rows(study), study.model.classes).splitlines()[0]
+
+
+def test_groups_may_name_columns_that_are_left_out(tmp_path):
+    path = flats(tmp_path / "flats.csv", constant=1)
+    file = tmp_path / "groups.json"
+    groups = {"size": "one", "lift": "one", "town": "two", "constant": "two"}
+    file.write_text(json.dumps(groups))
+    settings = {"target": "price", "one_hot": True, "drop": ("weight",), "group": (str(file),), "max_iter": 2}
+    assert {one["group"] for one in feature_rows(tuned(path, **settings))} == {"one", "two"}
+    file.write_text(json.dumps({**groups, "garden": "one"}))
+    with refused("names 'garden', not among the columns of the table"):
+        tuned(path, **settings)
+    file.write_text(json.dumps({"size": "one", "lift": "one"}))
+    with refused("has no group for column 'town'"):
+        tuned(path, **settings)
 
 
 def test_indicators_of_a_column_may_share_a_penalty(tmp_path):
     path = flats(tmp_path / "flats.csv")
-    study = tuned(path, target="price", one_hot=True, drop=("weight",), penalty="groups", groups="columns")
-    assert study.groups == ["size", "town", "lift"] and study.group_of.tolist() == [0, 1, 1, 1, 2]
-    assert np.ptp(study.model.penalty[1:4]) == 0
+    study = tuned(path, target="price", one_hot=True, drop=("weight",), penalty="groups", group=("columns",))
+    assert study.groups == {"size": "size", "town": "town", "lift": "lift"}
+    assert [one["group"] for one in feature_rows(study)] == ["size", "town", "town", "town", "lift"]
+    assert study.model.features[2:] == ["town=Lima", "town=Oslo", "town=Rome"]
+    assert np.ptp(study.model.penalty[2:]) == 0 and len(set(study.model.penalty)) == 3
 
 
 def test_elastic_net(place):
     study = tuned(diabetes(place / "diabetes.csv"), target="target", model="elastic-net", l1_ratio=0.8, max_iter=5)
-    prepared = study.prepared
-    own = BilevelElasticNet(cv=prepared.folds(study.settings), max_iter=5, l1_ratio=0.8)
-    own.fit(standardised(study, prepared.train), prepared.y[prepared.train])
-    assert np.allclose(study.test_predictions()[1], own.predict(standardised(study, prepared.test)), rtol=1e-12)
-    assert study.entries[1].name == "ElasticNetCV"
-    X, y = standardised(study, slice(None)), prepared.y
-    w, b = study.model.coefficients[0], study.model.intercept
+    own = BilevelElasticNet(cv=every_row(study), max_iter=5, l1_ratio=0.8)
+    own.fit(standardised(study), study.used.y)
+    assert np.allclose(study.model.outputs(study.used.frame), own.predict(standardised(study)), rtol=1e-12)
+    assert study.shared[0] == "ElasticNetCV"
+    X, y = standardised(study), study.used.y
+    w, b = study.model.coefficients[0], study.model.pipeline[-1].intercept_
     slope = X.T @ (y - X @ w - b) / len(y) - 0.2 * study.model.penalty * w
     on = w != 0
     assert np.allclose(slope[on], (0.8 * study.model.penalty * np.sign(w))[on], atol=1e-4)
@@ -224,11 +307,11 @@ def test_elastic_net(place):
 
 
 def test_a_run_is_a_function_of_its_seed(place, ridge):
-    again = tuned(place / "diabetes.csv", target="target", seed=3)
-    other = tuned(place / "diabetes.csv", target="target", seed=4)
+    again = tuned(place / "diabetes.csv", target="target", seed=3, repeats=2, cv=3)
+    other = tuned(place / "diabetes.csv", target="target", seed=4, cv=3)
     assert np.array_equal(again.model.coefficients, ridge.model.coefficients)
-    assert not np.array_equal(other.prepared.train, ridge.prepared.train)
-    one, two = record(again), record(ridge)
+    assert not np.array_equal(other.verdict.ours.losses, ridge.verdict.ours.losses[:3])
+    one, two = result_record(again), result_record(ridge)
     for entry in (*one["comparison"], *two["comparison"]):
         del entry["seconds"]
     del one["history"]["seconds"], two["history"]["seconds"]
@@ -236,9 +319,13 @@ def test_a_run_is_a_function_of_its_seed(place, ridge):
 
 
 def test_the_record_is_json(ridge):
-    found = json.loads(json.dumps(record(ridge), allow_nan=False))
-    assert found["data"]["training_rows"] == 331 and found["data"]["test_rows"] == 111
-    assert len(found["features"]) == 10 and found["comparison"][0]["rmse"] == ridge.entries[0].score.main
+    found = json.loads(json.dumps(result_record(ridge), allow_nan=False))
+    assert found["data"]["rows_used"] == 442 and found["folds"] == 6 and len(found["features"]) == 10
+    ours = next(one for one in found["comparison"] if one["ours"])
+    assert ours["rmse"] == ridge.verdict.ours.scores["rmse"] and found["saved"] == "BilevelRidge"
+    assert sum(one["p"] is None for one in found["comparison"]) == 1
+    errors = [one["rmse"] for one in found["comparison"]]
+    assert errors == sorted(errors)
 
 
 @pytest.mark.parametrize(
@@ -273,27 +360,22 @@ def test_a_damaged_model_is_noticed(ridge, tmp_path):
             load(file)
 
 
-def score(losses):
-    losses = np.array(losses)
-    return Score(float(losses.mean()), 0.0, losses, np.ones(len(losses)))
-
-
-def test_verdicts_are_honest():
-    draw = np.random.default_rng(0)
-    theirs, noise = draw.uniform(1, 2, 400), draw.normal(0, 0.5, 400)
-    assert verdict(score(theirs - 0.5), score(theirs), "RidgeCV", "RMSE", False).startswith("Better than RidgeCV")
-    worse = verdict(score(theirs + 0.5), score(theirs), "RidgeCV", "RMSE", False)
-    assert worse.startswith("Worse than RidgeCV") and "--penalty shared" in worse
-    assert "--penalty shared" not in verdict(score(theirs + 0.5), score(theirs), "RidgeCV", "RMSE", True)
-    same = verdict(score(theirs + noise - noise.mean()), score(theirs), "RidgeCV", "RMSE", False)
-    assert same.startswith("No difference that 400 test rows could show")
-    assert verdict(score(theirs), score(theirs), "RidgeCV", "RMSE", False).startswith("No difference")
-    # Three rows cannot tell what four hundred can.
-    few = verdict(score(theirs[:3] - noise[:3] ** 2), score(theirs[:3]), "RidgeCV", "RMSE", False)
-    assert few.startswith("No difference that 3 test rows")
-
-
-def test_scores_where_they_have_no_meaning():
-    assert np.isnan(regression_score(np.ones(3), np.zeros(3), np.ones(3)).share)
-    sure = class_score(np.array([0]), np.array([[0.0, 1.0]]), np.ones(1))
-    assert np.isfinite(sure.main) and sure.share == 0
+@pytest.mark.parametrize(
+    ("tensors", "facts", "word"),
+    [
+        ({"scale.mean_": torch.zeros(3)}, {}, "shapes"),
+        ({"model.coef_": torch.zeros(3)}, {}, "size"),
+        ({"varying.variances_": torch.zeros(4)}, {}, "features"),
+        ({}, {"model": "os.system"}, "os.system"),
+        ({}, {"settings": {"command": "ls"}}, "command"),
+        ({}, {"columns": []}, "empty"),
+        ({}, {"version": 1}, "version 1 of the format"),
+    ],
+)
+def test_content_that_does_not_fit_is_refused(ridge, tmp_path, tensors, facts, word):
+    file = tmp_path / "model.safetensors"
+    ridge.model.save(file)
+    arrays, about = read_tensors(file)
+    write_tensors(file, {**arrays, **tensors}, {**about, **facts})
+    with refused("model.safetensors", word):
+        load(file)

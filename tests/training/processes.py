@@ -75,3 +75,11 @@ def wait_for(path, process, seconds=120):
 
 def weights(folder, name="last"):
     return (Path(folder) / f"{name}.safetensors").read_bytes()
+
+
+def worker(process, rank):
+    """The process id of a worker of torchrun."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"no worker {rank}")

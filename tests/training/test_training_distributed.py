@@ -2,14 +2,15 @@
 
 import os
 import signal
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from processes import finish, here, pair, torchrun, wait_for, weights, words
+from processes import ENVIRONMENT, finish, here, pair, torchrun, wait_for, weights, words, worker
 
 from bilevel.training.files import read_tensors
-from bilevel.training.folder import RunFolder, read_metrics
+from bilevel.training.folder import RunFolder
+from bilevel.training.log import read_metrics
 
 ITERATIONS = 20
 
@@ -23,21 +24,13 @@ def alone(tmp_path_factory):
     return folder
 
 
-def worker(process, rank):
-    """The process id of a worker of torchrun."""
-    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise AssertionError(f"no worker {rank}")
-
-
 def close(one, other):
     (a, _), (b, _) = read_tensors(one / "last.safetensors"), read_tensors(other / "last.safetensors")
     return all(float((a[name] - b[name]).norm()) <= 1e-5 * float(a[name].norm()) for name in a)
 
 
 def losses(folder):
-    return [(line["iteration"], line["loss"]) for line in read_metrics(RunFolder(folder).metrics) if "loss" in line]
+    return [(line["iteration"], line["loss"]) for line in read_metrics(folder) if "loss" in line]
 
 
 def test_two_processes_learn_what_one_learns(tmp_path, alone):
@@ -47,6 +40,25 @@ def test_two_processes_learn_what_one_learns(tmp_path, alone):
     assert close(tmp_path / "two", alone)
     # More than was asked for: the sums are made in one order, whoever computed the terms.
     assert weights(tmp_path / "two") == weights(alone) and losses(tmp_path / "two") == losses(alone)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the threads in /proc")
+def test_no_thread_of_a_process_group_outlives_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch\n"
+        "from bilevel import distributed\n"
+        "with distributed.world() as world:\n"
+        "    weight = torch.nn.Parameter(world.sum(torch.ones(3)))\n"
+        "    optimizer = torch.optim.Adam([weight])\n"
+        "    optimizer.step()\n"
+        "assert len(os.listdir('/proc/self/task')) == 1, 'threads are left'\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    code, _, err = finish(
+        subprocess.Popen([sys.executable, *launcher], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    )
+    assert code == 0, err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")

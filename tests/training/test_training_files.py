@@ -11,10 +11,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bilevel import BilevelError
+from bilevel import BilevelError, BilevelWarning
+from bilevel.files import read_json, write_bytes, write_json
 from bilevel.training.checkpoints import Checkpoints
-from bilevel.training.files import read_json, read_tensors, write_bytes, write_json, write_tensors
-from bilevel.training.folder import RunFolder, differences, read_metrics
+from bilevel.training.files import read_tensors, write_tensors
+from bilevel.training.folder import RunFolder, differences
+from bilevel.training.log import read_metrics
 
 TENSORS = {
     "float": torch.linspace(0, 1, 7, dtype=torch.float32),
@@ -195,7 +197,28 @@ def test_metrics_after_the_checkpoint_are_forgotten_and_a_cut_line_is_left_out(t
     lines = [{"iteration": k, "loss": 0.1 * k} for k in range(6)]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iteration": 2, "lo')
     folder.forget_after(3)
-    assert read_metrics(folder.metrics) == lines[:4]
+    assert read_metrics(folder.path) == lines[:4]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("nonsense", '{"loss": 3}', '{"iteration": 1.5}', '{"iteration": null}', '{"iteration": 1, "loss": "x"}'),
+        *("", "[]", "5", "null", '{"iteration": 3, "loss": \xff0}', '{"iteration": 1' + "0" * 400 + "}", "[" * 100_000),
+    ],
+)
+def test_a_damaged_line_of_the_metrics_is_left_out_and_named_unless_it_is_the_last(tmp_path, line):
+    good, said = b'{"iteration": 20, "loss": 1.0}', []
+    bad = line.encode("latin-1")
+    (tmp_path / "metrics.jsonl").write_bytes(good + b"\n" + bad)
+    assert read_metrics(tmp_path) == [{"iteration": 20, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, bad, good, b""]))
+    with pytest.warns(BilevelWarning, match=r"metrics\.jsonl: left out line 2 of 4"):
+        assert read_metrics(tmp_path) == [{"iteration": 20, "loss": 1.0}] * 2
+    assert len(read_metrics(tmp_path, said.append)) == 2 and len(said) == 1
+    with pytest.warns(BilevelWarning, match="left out line 2"):
+        RunFolder(tmp_path).forget_after(20)
+    assert len(read_metrics(tmp_path)) == 2  # and without a warning
 
 
 def test_differences_name_what_was_added_and_what_is_gone():

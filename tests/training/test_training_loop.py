@@ -1,8 +1,10 @@
 """The outer loop: what is written when, how it ends, and that a stopped run goes on as if it had not been stopped."""
 
 import math
+import shutil
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -11,9 +13,14 @@ from test_training_files import no_room
 from bilevel import BilevelError, DivergenceError
 from bilevel.training import stopping
 from bilevel.training.files import read_tensors
-from bilevel.training.folder import RunFolder, read_metrics
-from bilevel.training.loop import Run, Schedule, train
+from bilevel.training.folder import RunFolder
+from bilevel.training.log import read_metrics
+from bilevel.training.loop import Run, Schedule
 from bilevel.training.stopping import EarlyStopping, Interrupted, stop_requests
+
+
+def train(job, folder, schedule):
+    return Run(job, folder, schedule).go()
 
 
 class Walk:
@@ -57,7 +64,7 @@ def plan(iterations, **changes):
 
 def numbers(folder):
     """The metrics, without the time that passed."""
-    lines = [{key: value for key, value in line.items() if key != "minutes"} for line in read_metrics(folder.metrics)]
+    lines = [{key: value for key, value in line.items() if key != "minutes"} for line in read_metrics(folder.path)]
     assert len({tuple(line.items()) for line in lines}) == len(lines)  # nothing is logged twice
     return lines
 
@@ -104,7 +111,7 @@ def test_tensorboard_has_the_same_numbers(folder):
         assert len(expected) >= 2
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("where", [("step", 1), ("step", 7), ("look", 0), ("look", 4), ("look", 8), ("step", 10)])
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, where, sent):
     kind, k = where
@@ -115,12 +122,56 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, where, sent):
     train(Walk(scores), whole, plan(12))
     before = signal.getsignal(sent)
     ending = train(Walk(scores, **{kind: {k: lambda: signal.raise_signal(sent)}}), parts, plan(12))
-    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[sent]
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (a closed terminal)"}[sent]
     assert ending.outcome == f"Stopped by {name} after hyperiteration {k}." and ending.exit_code == 128 + sent
     assert ending.outcome.kind == "interrupted" and signal.getsignal(sent) == before
     assert int(parts.checkpoints.files()[-1].stem) == k
     assert train(Walk(scores), parts, plan(12)).outcome.kind == "finished"
     same_files(whole, parts)
+
+
+class HalvedWalk(Walk):
+    """A hyperiteration that gives up halfway when it is asked to stop."""
+
+    def step(self, iteration, stop=False):
+        self.happens["step"].pop(iteration, lambda: None)()
+        if stop:
+            raise Interrupted
+        return super().step(iteration, stop)
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_a_hyperiteration_that_is_given_up_is_run_again(tmp_path, k):
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    for folder in (whole, parts):
+        folder.path.mkdir()
+    train(Walk(), whole, plan(12))
+    ending = train(HalvedWalk(step={k: lambda: signal.raise_signal(signal.SIGTERM)}), parts, plan(12))
+    assert ending.outcome == f"Stopped by SIGTERM after hyperiteration {k - 1}." and ending.exit_code == 143
+    assert int(parts.checkpoints.files()[-1].stem) == k - 1
+    assert train(HalvedWalk(), parts, plan(12)).outcome.kind == "finished"
+    same_files(whole, parts)
+
+
+def test_a_time_budget_saves_and_leaves(tmp_path):
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    for folder in (whole, parts):
+        folder.path.mkdir()
+    train(Walk(), whole, plan(12))
+    assert Run(HalvedWalk(), parts, plan(5)).go(deadline=time.monotonic() + 3600).exit_code == 0
+    ending = Run(HalvedWalk(), parts, plan(12)).go(deadline=time.monotonic())
+    assert ending.outcome == "Stopped by its time budget after hyperiteration 5." and ending.exit_code == 75
+    train(Walk(), parts, plan(12))
+    assert torch.equal(read_tensors(whole.last)[0]["x"], read_tensors(parts.last)[0]["x"])
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored(folder):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ending = train(Walk(step={2: lambda: signal.raise_signal(signal.SIGHUP)}), folder, plan(4))
+        assert ending.outcome.kind == "finished" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path):
@@ -158,6 +209,15 @@ def test_a_damaged_newest_checkpoint_costs_only_time(tmp_path):
     run.go()
     # The validation at the end of the shorter run is the one thing the longer one does not have.
     assert numbers(whole) == [line for line in numbers(parts) if line["iteration"] != 7]
+
+
+def test_a_run_without_its_checkpoints_is_not_begun_again(folder):
+    train(Walk(), folder, plan(7))
+    before = {file.name: file.read_bytes() for file in folder.path.iterdir() if file.is_file()}
+    shutil.rmtree(folder.checkpoints.folder)
+    with pytest.raises(BilevelError, match=r"whose checkpoints are gone.*--out DIR"):
+        Run(Walk(), folder, plan(12))
+    assert {file.name: file.read_bytes() for file in folder.path.iterdir() if file.is_file()} == before
 
 
 def test_early_stopping(folder):

@@ -6,10 +6,10 @@ import pytest
 from processes import finish, here, torchrun
 
 from bilevel import BilevelError
-from bilevel.meta import library
-from bilevel.meta.presets import RECIPES
-from bilevel.meta.recipes import Recipe
-from bilevel.meta.settings import Settings
+from bilevel.learners import library
+from bilevel.learners.presets import RECIPES
+from bilevel.learners.recipes import Recipe
+from bilevel.learners.settings import TrainingSettings
 
 COMMON = """
 dataset = "glyphs"
@@ -129,4 +129,4 @@ def test_the_recipes_of_the_package_fit_together():
     with pytest.raises(BilevelError, match="needs at least one stage"):
         Recipe({})
     with pytest.raises(BilevelError, match="leave its `initial` out"):
-        Recipe({"a": Settings(), "b": Settings(initial="zoo:omniglot-5way-1shot")})
+        Recipe({"a": TrainingSettings(), "b": TrainingSettings(initial="zoo:omniglot-5way-1shot")})

@@ -17,15 +17,15 @@ from torch.utils.data import (
 )
 from tuning_examples import Pictures, classes, loader
 
+from bilevel.engine.samplers import same
 from bilevel.errors import BilevelError
-from bilevel.methods.samplers import same
-from bilevel.tuning.batches import Replay, training_data, whole
+from bilevel.tuning.batches import ReplayedLoader, training_data, whole_batch
 
 LIKE = torch.zeros(())
 
 
 def replayed(given, steps=12, seed=0):
-    return Replay(given, seed, LIKE, steps)
+    return ReplayedLoader(given, seed, LIKE, steps)
 
 
 def states():
@@ -102,7 +102,7 @@ def test_drop_last_drops_and_collate_is_the_users():
 def test_subsets_of_tensors_are_indexed_like_the_data_set():
     data = TensorDataset(*classes())
     nested = Subset(Subset(data, [5, 3, 1, 20, 7]), [4, 0, 2])
-    fast = whole(nested, 0, LIKE, "val")
+    fast = whole_batch(nested, 0, LIKE, "val")
     assert torch.equal(fast.inputs, torch.stack([x for x, _ in nested]))
     part, _ = random_split(data, [10, 14], generator=torch.Generator().manual_seed(0))
     batch = replayed(DataLoader(part, batch_size=4, shuffle=True))(2)
@@ -114,10 +114,10 @@ def test_subsets_of_tensors_are_indexed_like_the_data_set():
 def test_loaders_told_apart_by_their_samplers_are_not_mixed(data, settings):
     """The usual split of one data set: the validation set holds no training example."""
     kept = [20, 3, 11, 6, 17, 9, 2]
-    batch = whole(DataLoader(data, sampler=SubsetRandomSampler(kept), **settings), 0, LIKE, "val")
+    batch = whole_batch(DataLoader(data, sampler=SubsetRandomSampler(kept), **settings), 0, LIKE, "val")
     assert batch.index.tolist() == sorted(kept)
     assert torch.equal(batch.inputs, torch.stack([data[i][0] for i in sorted(kept)]).double())
-    everything = whole(DataLoader(data, shuffle=True, **settings), 0, LIKE, "val")
+    everything = whole_batch(DataLoader(data, shuffle=True, **settings), 0, LIKE, "val")
     assert everything.index.tolist() == list(range(24))
 
 
@@ -141,17 +141,17 @@ def test_samplers_may_give_tensors_and_arrays(make):
     epoch = [replay(t) for t in (1, 2, 3)]
     assert sorted(torch.cat([batch.index for batch in epoch]).tolist()) == list(range(12))
     assert torch.equal(epoch[1].inputs, classes()[0][epoch[1].index])
-    assert whole(given, 0, LIKE, "val").index.tolist() == list(range(12))
+    assert whole_batch(given, 0, LIKE, "val").index.tolist() == list(range(12))
 
 
 def test_a_number_among_the_inputs_is_not_mistaken_for_the_examples():
-    batch = whole(({"count": torch.tensor(24), "x": classes()[0]}, classes()[1]), 0, LIKE, "val")
+    batch = whole_batch(({"count": torch.tensor(24), "x": classes()[0]}, classes()[1]), 0, LIKE, "val")
     assert len(batch.index) == 24
 
 
 def test_floats_follow_the_model_and_labels_stay():
     x, y = classes()
-    batch = whole((x.float(), y), 0, LIKE, "val")
+    batch = whole_batch((x.float(), y), 0, LIKE, "val")
     assert batch.inputs.dtype == torch.float64 and batch.targets.dtype == torch.int64
 
 
@@ -203,5 +203,5 @@ class Moody(Sampler):
 )
 def test_data_that_cannot_be_replayed_is_refused(given, says):
     with pytest.raises(BilevelError, match=says):
-        data, _ = training_data(given, 0, LIKE, 3)
+        data = training_data(given, 0, LIKE, 3)
         data(1)

@@ -1,5 +1,7 @@
 """What cannot work is refused with what was passed, why, and what to write instead."""
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from bilevel.tuning import (
 )
 
 VAL = classes(30, seed=1)
+DATA = TensorDataset(*classes())
 
 
 def frozen():
@@ -65,7 +68,7 @@ WRONG = {
     "outside": ({"hyperparameters": WeightDecay(1e3)}, ["starts at 1000", "outside its range (1e-08, 100)"]),
     "not positive": (
         {"hyperparameters": LearningRate(-1.0, range=None)},
-        ["'lr'", "starts at -1", "of positive numbers"],
+        ["'lr'", "starts at -1", "outside its range (0, inf)"],
     ),
     "not a number": ({"hyperparameters": LearningRate("fast")}, ["'fast'", "not a number"]),
     "another shape": ({"hyperparameters": LearningRate([0.1, 0.2], per="step")}, ["shape [2]", "[5]"]),
@@ -142,6 +145,22 @@ WRONG = {
     "a mistake in the model": ({"model": Mistaken()}, ["failed at its first call", "no attribute 'second'"]),
     "no function": ({"hyperparameters": Augmentation(function=0.3)}, ["function=0.3"]),
     "shapes": ({"model": nn.Linear(2, 3)}, ["Shapes"]),
+    "the same data": ({"train": VAL}, ["train and val are the same data", "bilevel.holdout"]),
+    "the same tensors": ({"train": [*VAL]}, ["are the same data"]),
+    "the same examples": (
+        {"train": DataLoader(DATA, batch_size=4, shuffle=True), "val": DataLoader(DATA, batch_size=24)},
+        ["are the same data"],
+    ),
+    "the same data set": ({"train": DataLoader(DATA, batch_size=4), "val": DATA}, ["are the same data"]),
+    "a class for either level": (
+        {"optimizer": torch.optim.Adam},
+        ["dynamics=torch.optim.Adam", "inner level", "optimizer=lambda leaves: torch.optim.Adam(leaves", "outer level"],
+    ),
+    "text in a table": (
+        {"val": (pandas.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]}), np.zeros(2))},
+        ["val data has a DataFrame of object (columns colour)", "Encode"],
+    ),
+    "a table without targets": ({"val": pandas.DataFrame({"size": [1.0]})}, ["val=DataFrame is not data", "pair"]),
 }
 
 
@@ -170,11 +189,9 @@ def test_two_starts_are_one_too_many():
 
 
 def test_label_smoothing_needs_labels():
-    regression = (torch.randn(10, 3), torch.randn(10))
+    regression, val = ((torch.randn(10, 3), torch.randn(10)) for _ in "12")
     with pytest.raises(BilevelError, match="class labels"):
-        bl.tune(
-            nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), F.mse_loss, LabelSmoothing(), regression, regression, steps=2
-        )
+        bl.tune(nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), F.mse_loss, LabelSmoothing(), regression, val, steps=2)
 
 
 def test_a_training_that_diverges_from_the_start_is_an_error():

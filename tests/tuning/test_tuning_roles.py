@@ -14,6 +14,7 @@ from bilevel import trees
 from bilevel.testing import check_problem
 from bilevel.tuning import (
     Augmentation,
+    ExampleWeight,
     ExampleWeights,
     Hyperparameter,
     Initialisation,
@@ -35,6 +36,17 @@ def tempered(output, target, hp):
 
 def scaled(x, strength, generator):
     return x * (1 + strength[0] * torch.rand(x.shape, generator=generator)) + strength[1]
+
+
+class Rater(nn.Module):
+    """The logit of an example's weight, from its features and its label."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x, y):
+        return self.net(x).gather(1, y[:, None])[:, 0]
 
 
 # Each: the declarations, and what else `prepare` is told.
@@ -60,6 +72,8 @@ CASES = {
     "noise": ([Augmentation(0.3)], {}),
     "own augmentation": ([Augmentation([0.3, 0.2], function=scaled)], {}),
     "example weights": ([ExampleWeights()], {}),
+    "a weight of inputs and targets": ([ExampleWeight(Rater())], {}),
+    "a weight of the loss": ([ExampleWeight(nn.Linear(1, 1), of="loss")], {}),
     "example weights and smoothing": ([ExampleWeights(0.7), LabelSmoothing(0.2)], {}),
     "scale of the start": ([Initialisation(per="layer")], {}),
     "scale of the whole start": ([Initialisation(0.5, per="model")], {}),
@@ -109,7 +123,7 @@ def test_dropout_and_batch_norm_are_pure_and_differentiable():
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3))
     for train in (loader(), classes()):
         job = prepared("decay per layer", train=train, model=model)
-        assert job.assembly.random
+        assert job.random
         report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
         assert report.differences < 1e-6
     masks = [job.problem.inner(job.network.w, job.space.lam, job.task.batch(t)).item() for t in (1, 2, 1)]
@@ -199,11 +213,11 @@ class Lasso(Hyperparameter):
     """A role of a user's own: a smooth L1 penalty per layer of which the package knows nothing."""
 
     def begin(self, setup):
-        return self.spread(self.start, (len(setup.layer_names()),), setup)
+        return self.spread(self.start, (len(setup.layers()),), setup)
 
     def penalty(self, value, w, setup):
-        places = setup.layers()
-        return sum(value[places[name]] * (x**2 + 1e-4).sqrt().sum() for name, x in w.items())
+        layers = zip(value, setup.layers().values(), strict=True)
+        return sum(strength * (w[name] ** 2 + 1e-4).sqrt().sum() for strength, names in layers for name in names)
 
 
 def test_a_role_of_ones_own():

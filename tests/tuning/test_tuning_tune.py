@@ -4,12 +4,13 @@ import copy
 import random
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 from tuning_examples import Pictures, classes, loader, network
 
 import bilevel as bl
@@ -377,3 +378,35 @@ def test_a_loss_made_of_several_quadratics_has_no_closed_form():
     found = bl.tune(*arguments, steps=25, iterations=1)
     assert "Spectral" not in found.method
     assert found.method != bl.tune(*arguments[:1], F.mse_loss, declared, (x, x[:, :1]), (x, x[:, 1:2]), steps=25).method
+
+
+@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x)[::-1][::-1], pandas.DataFrame])
+def test_arrays_and_tables_are_tuned_like_tensors(kind):
+    expected = bl.tune(network(), F.cross_entropy, LearningRate(0.2), classes(), VAL, steps=5, iterations=2)
+    train, val = ((kind(x), pandas.Series(y)) for x, y in (classes(), VAL))
+    kept = train[0].copy()
+    found = bl.tune(network(), F.cross_entropy, LearningRate(0.2), train, val, steps=5, iterations=2)
+    assert found.history["value"].tolist() == expected.history["value"].tolist()
+    assert np.array_equal(np.asarray(train[0]), np.asarray(kept))
+
+
+def test_loaders_of_one_data_set_with_other_samplers_are_not_the_same_data():
+    data = TensorDataset(*classes())
+    halves = (DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(*ends))) for ends in ((12,), (12, 24)))
+    assert bl.tune(network(), F.cross_entropy, WeightDecay(), *halves, steps=3, iterations=1).value > 0
+
+
+def test_a_class_of_torch_trains_the_model_or_moves_the_hyperparameters():
+    """As `dynamics` it is the inner level, and as `optimizer` beside a dynamics the outer one."""
+    declared, data = [LearningRate(0.05), WeightDecay(0.01)], (classes(), VAL)
+    inner = bl.tune(network(), F.cross_entropy, declared, *data, dynamics=torch.optim.Adam, steps=5, iterations=2)
+    named = bl.tune(network(), F.cross_entropy, declared, *data, dynamics="adam", steps=5, iterations=2)
+    np.testing.assert_allclose(inner.history["value"], named.history["value"], rtol=1e-6)
+    fixed = bl.tune(network(), F.cross_entropy, WeightDecay(), *data, dynamics=torch.optim.SGD, lr=0.3, steps=4,
+                    iterations=0)  # fmt: skip
+    assert fixed.value == bl.tune(network(), F.cross_entropy, WeightDecay(), *data, lr=0.3, steps=4, iterations=0).value
+    outer = bl.tune(network(), F.cross_entropy, declared, *data, dynamics="sgd", optimizer=torch.optim.SGD, steps=5,
+                    iterations=2, outer_lr=0.3)  # fmt: skip
+    spoken = bl.tune(network(), F.cross_entropy, declared, *data, steps=5, iterations=2,
+                     optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.3))  # fmt: skip
+    assert outer.history["value"].tolist() == spoken.history["value"].tolist()

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from bilevel import __version__, discovery
+from bilevel.cli._allocator import keep_freed_memory
 from bilevel.errors import BilevelError, BilevelWarning
 
 
@@ -54,7 +55,8 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """The entry point."""
+    """The command, in a process of its own: the allocator and the display of warnings are set for the whole process."""
+    keep_freed_memory()
     warnings.showwarning = _say  # type: ignore[assignment]
     build()()
 

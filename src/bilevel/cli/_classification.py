@@ -1,13 +1,13 @@
-"""What `bilevel classify` does; apart, because it needs torch."""
+"""What `bilevel classify` does. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
 import csv
 import io
-import sys
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,21 @@ import typer
 from torch import Tensor
 
 from bilevel.cli import _user_pictures
+from bilevel.cli._output import console
 from bilevel.cli._user_pictures import Pictures
+from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
-from bilevel.meta import library
-from bilevel.meta.classifier import FewShotClassifier
+from bilevel.files import write_bytes
+from bilevel.learners import calibration, choice, library
+from bilevel.learners.classifier import FewShotClassifier
+from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MEANING, MODES
-from bilevel.training.files import write_bytes
+from bilevel.source_commit import commit
 
-# Data sets whose pictures are light ink on black, where a scan is dark ink on white.
-INK = ("glyphs", "mnist", "omniglot")
+# What is said about a picture of none of the classes.
+NONE = "none of these"
+# Pictures that are looked at to tell drawings from photographs.
+LOOKED_AT = 60
 
 
 @dataclass(frozen=True)
@@ -34,22 +40,26 @@ class Classification:
     Args:
         model: where the representation came from.
         classifier: it, adapted to the support pictures.
+        preparation: how the pictures became what the model takes.
         classes: the class folders, sorted.
         support: the labelled pictures, class after class.
         query: the new ones.
         probabilities: queries × classes.
         truth: the class of every query whose folder names it.
         notes: what was done to the pictures on the way in, one sentence each.
+        none: which queries are "none of these".
     """
 
-    model: library.Trained
+    model: library.TrainedLearner
     classifier: FewShotClassifier
+    preparation: Preparation
     classes: dict[str, list[Path]]
     support: Pictures
     query: Pictures
     probabilities: Tensor
     truth: list[str | None]
     notes: list[str]
+    none: list[bool]
 
     def ranked(self, index: int) -> list[tuple[str, float]]:
         """The classes of a query by falling probability."""
@@ -57,8 +67,19 @@ class Classification:
         return sorted(zip(self.classes, row, strict=True), key=lambda pair: -pair[1])
 
     @property
+    def steps(self) -> str:
+        """T, where the learner takes inner steps, as the end of a sentence."""
+        return f", T = {self.classifier.steps}" if self.classifier.learner.has_steps else ""
+
+    @property
     def predictions(self) -> list[str]:
-        return [self.ranked(i)[0][0] for i in range(len(self.truth))]
+        return [NONE if none else self.ranked(i)[0][0] for i, none in enumerate(self.none)]
+
+    def save(self, path: Path) -> None:
+        """Write the classifier with its labelled pictures, so that it can be used without them."""
+        facts = {"model": self.model.name, "settings": self.model.settings.plain(), "commit": commit()}
+        how = {"preparation": self.preparation.plain(), "calibrations": self.model.calibrations}
+        self.classifier.save(path, {**facts, **how})
 
     def accuracy(self) -> dict[str, Any] | None:
         """How many of the queries with a known class were right; None if there are none."""
@@ -72,16 +93,19 @@ class Classification:
         queries = []
         for index, (name, true) in enumerate(zip(self.query.names, self.truth, strict=True)):
             ranked = self.ranked(index)
-            line = {"picture": name, "prediction": ranked[0][0], "probability": ranked[0][1]}
+            line = {"picture": name, "prediction": self.predictions[index], "probability": ranked[0][1]}
             queries.append({**line, "truth": true, "probabilities": dict(ranked)})
         return {
             "model": self.model.name,
             "trained_on": {"data": settings.dataset, "ways": settings.ways, "shots": settings.shots},
             "classes": {name: len(files) for name, files in self.classes.items()},
-            "steps": self.classifier.steps,
-            "inner_lr": learner.inner_lr,
-            "batch_norm": learner.batch_norm,
-            "batch_norm_meaning": MEANING[learner.batch_norm],
+            "learner": learner.name,
+            "steps": self.classifier.steps if learner.has_steps else None,
+            "inner_lr": getattr(learner.options, "inner_lr", None),
+            "batch_norm": learner.batch_norm if learner.has_batch_norm else None,
+            "batch_norm_meaning": MEANING[learner.batch_norm] if learner.has_batch_norm else None,
+            "preparation": self.preparation.plain(),
+            "temperature": self.classifier.temperature,
             "notes": self.notes,
             "accuracy": self.accuracy(),
             "predictions": queries,
@@ -94,74 +118,175 @@ class Classification:
         writer.writerow(["picture", "truth", "prediction", "probability", *(f"p({name})" for name in self.classes)])
         for line in self.plain()["predictions"]:
             rest = [f"{line['probabilities'][name]:.6f}" for name in self.classes]
-            head = [line["picture"], line["truth"] or "", line["prediction"], f"{line['probability']:.6f}"]
-            writer.writerow([*head, *rest])
+            texts = [_as_text(text) for text in (line["picture"], line["truth"] or "", line["prediction"])]
+            writer.writerow([*texts, f"{line['probability']:.6f}", *rest])
         write_bytes(path, text.getvalue().encode())
 
 
+def _as_text(name: str) -> str:
+    """A name that spreadsheets do not take for a formula: an apostrophe before the signs that begin one."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name
+
+
+@dataclass(frozen=True)
+class ClassifyOptions:
+    """The options of `bilevel classify` that change an answer.
+
+    Args:
+        batch_norm: a mode, or None for the one in which a query stands for itself.
+        steps: T, or None for the model's own.
+        invert: whether to swap light and dark; None finds out, for models of drawings.
+        clean: whether to even out the paper of drawings and to crop them to their ink.
+        strict: whether an unreadable picture is an error; otherwise it is left out.
+        none: the false-alarm rate of "none of these"; None: never say it.
+        threads: torch's.
+    """
+
+    batch_norm: str | None = None
+    steps: int | None = None
+    invert: bool | None = None
+    clean: bool = True
+    strict: bool = False
+    none: float | None = None
+    threads: int | None = None
+
+
 def classify(
-    spec: str,
-    support: Path,
-    query: Path,
-    *,
-    batch_norm: str | None,
-    steps: int | None,
-    invert: bool | None,
-    threads: int | None = None,
-    outputs: Sequence[Path | None] = (),
+    spec: str | None, support: Path | None, query: Path, options: ClassifyOptions, outputs: Sequence[Path | None] = ()
 ) -> Classification:
     """Adapt the model to the support folder and ask it about the query pictures.
 
     Args:
-        spec: as for `library.find`.
-        support: a folder of class folders.
+        spec: as for `library.find`, or a classifier that was saved; None chooses a model of the zoo.
+        support: a folder of class folders; None for a classifier that was saved.
         query: a folder or a picture.
-        batch_norm: a mode, or None for the one in which a query stands for itself.
-        steps: T, or None for the model's own.
-        invert: whether to swap light and dark; None decides by the pictures' borders, for models of ink.
-        threads: torch's.
+        options: how.
         outputs: files that will be written, which must not be among the pictures.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = _model(spec, batch_norm)
-    found = _user_pictures.find(support, query)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.none is not None and not 0 < options.none < 1:
+        raise BilevelError(f"--none {options.none:g} is no rate; write a number between 0 and 1, 0.05 for example.")
+    kept = None if spec is None or support is not None else kept_classifier(spec)
+    if support is None and kept is None:
+        raise BilevelError(
+            "--support is missing: a folder with one folder of labelled pictures per class. Only a classifier that "
+            "`bilevel classify … --save my.safetensors` wrote needs none."
+        )
+    found = _user_pictures.find(support, query, () if kept is None else [str(name) for name in kept[1].classes])
     taken = {file.resolve() for file in found.everything()}
     for file in outputs:
         if file is not None and file.resolve() in taken:
             raise BilevelError(f"{file} is one of the pictures to be read; write the result somewhere else.")
-    read = _user_pictures.read(found, model.learner.shape, model.settings.dataset in INK, invert)
-    labels = [name for name, files in found.classes.items() for _ in files]
-    classifier = model.learner.adapt(read.support.images, labels, steps)
-    probabilities = classifier.predict_proba(read.query.images)
+    notes = []
+    if kept is not None:
+        refused = [name for name in ("batch_norm", "steps") if getattr(options, name) is not None]
+        if refused:
+            raise BilevelError(f"{spec} was adapted already; leave --{refused[0].replace('_', '-')} out.")
+        model, classifier = kept
+        preparation = model.preparation
+        options = replace(options, clean=preparation.clean, invert=preparation.invert)
+    else:
+        if spec is None:
+            chosen = _chosen(found)
+            spec = chosen.spec
+            notes.append(f"No model was named. {chosen.why}")
+        model, classifier = trained(spec, options.batch_norm), None
+        preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
+    found, labelled, asked, more = _user_pictures.read(found, preparation, options.strict)
+    if classifier is None:
+        classifier = adapted(model, found, labelled, options.steps)
+    scores = classifier.scores(asked.images)
+    none, said = _none(model, classifier, scores, options.none)
+    notes += [*said, *more]
+    probabilities = (scores / classifier.temperature).softmax(1)
     return Classification(
-        model, classifier, found.classes, read.support, read.query, probabilities, found.truth, read.notes
+        model, classifier, preparation, found.classes, labelled, asked, probabilities, found.truth, notes, none
     )
 
 
-def _model(spec: str, batch_norm: str | None) -> library.Trained:
+def adapted(
+    model: library.TrainedLearner, found: _user_pictures.PictureFiles, labelled: Pictures, steps: int | None
+) -> FewShotClassifier:
+    """The model adapted to labelled pictures, with the temperature of its card's nearest calibration."""
+    labels = [name for name, files in found.classes.items() for _ in files]
+    classifier: FewShotClassifier = model.learner.adapt(labelled.images, labels, steps)
+    mode = classifier.learner.batch_norm if classifier.learner.has_batch_norm else None
+    made = calibration.nearest(model.calibrations, len(found.classes), len(labels) / len(found.classes), mode)
+    if made is not None:
+        classifier.temperature = made.temperature
+    return classifier
+
+
+def _chosen(found: _user_pictures.PictureFiles) -> choice.Choice:
+    """A model for these pictures; unreadable ones have no say."""
+    files = found.everything()
+    some = files[:: max(1, len(files) // LOOKED_AT)]
+    drawn = [_user_pictures.looks_drawn(file) for file in some]
+    known = [one for one in drawn if one is not None]
+    labelled = [len(files) for files in found.classes.values()]
+    return choice.choose(sum(known), len(known), len(labelled), sum(labelled) / len(labelled))
+
+
+def kept_classifier(spec: str) -> tuple[library.TrainedLearner, FewShotClassifier] | None:
+    """A classifier that was saved, and where it came from; None where `spec` names something else."""
+    if not Path(spec).is_file() or Path(spec).suffix != ".safetensors" or Path(spec).with_suffix(".json").exists():
+        return None
+    classifier, facts = FewShotClassifier.load(spec)
+    try:
+        settings, name = TrainingSettings.of(facts["settings"]), f"{facts['model']}, kept in {Path(spec).name}"
+        Preparation.of(facts["preparation"])
+    except (KeyError, TypeError) as error:
+        raise BilevelError(
+            f"{spec} was not written by `bilevel classify … --save`: it does not say {error}."
+        ) from error
+    return library.TrainedLearner(name, classifier.learner, settings, facts, {}), classifier
+
+
+def _none(
+    model: library.TrainedLearner, classifier: FewShotClassifier, scores: Tensor, rate: float | None
+) -> tuple[list[bool], list[str]]:
+    """Which pictures are of none of the classes, and what that rests on."""
+    if rate is None:
+        return [False] * len(scores), []
+    own = calibration.own_threshold(classifier, rate)
+    if own is not None:
+        bound, count = own
+        source = f"set by the {count} labelled pictures, each left out in turn"
+    else:
+        learner, counts = classifier.learner, torch.bincount(classifier.numbers).double()
+        mode = learner.batch_norm if learner.has_batch_norm else None
+        made = calibration.nearest(model.calibrations, len(counts), float(counts.mean()), mode)
+        if made is None:
+            raise BilevelError(
+                f"--none {rate:g} needs two or more labelled pictures of each class and {math.ceil(1 / rate) - 1} in "
+                f"all, or a model that `bilevel evaluate` has calibrated, and {model.name} is not."
+            )
+        bound = made.threshold(rate)
+        source = f"set on meta-validation, {made.ways}-way {made.shots}-shot; other kinds of pictures may have another"
+    none = (scores.max(1).values.double() < bound).tolist()
+    return none, [f'"None of these" has a false-alarm rate of {rate:.0%}, {source}.']
+
+
+def trained(spec: str, batch_norm: str | None) -> library.TrainedLearner:
+    """The model that `spec` names, in a batch norm mode; None: the one in which a query stands for itself."""
     if batch_norm is not None and batch_norm not in MODES:
         raise BilevelError(f"--batch-norm {batch_norm} is unknown; write one of {', '.join(MODES)}.")
     try:
         found = library.find(spec, batch_norm)
-        if batch_norm is None and found.settings.batch_norm == "episode":
-            found = library.find(spec, "support")
+        return found if batch_norm else found.for_use()
     except (KeyError, TypeError) as error:
         raise BilevelError(
             f"The description of {spec} is incomplete: {error}. Train it again, or use another."
         ) from error
-    return found
 
 
 def show(result: Classification, top: int) -> None:
     """The same for people: a table, and what it rests on."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # A pipe has no width of its own; a name that does not fit is folded rather than cut.
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     known = any(result.truth)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("picture", overflow="fold")
@@ -173,10 +298,13 @@ def show(result: Classification, top: int) -> None:
     for index, (name, true) in enumerate(zip(result.query.names, result.truth, strict=True)):
         ranked = result.ranked(index)[:top]
         cells = [name, *(cell for label, p in ranked for cell in (label, f"{p:.1%}"))]
+        if result.none[index]:
+            cells[1:3] = [NONE, ""]
         if known:
-            cells.append("" if true is None else "right" if true == ranked[0][0] else f"wrong: {true}")
+            said = result.predictions[index]
+            cells.append("" if true is None else "right" if true == said else f"wrong: {true}")
         table.add_row(*map(Text, cells))
-    console.print(table)
+    console(140).print(table)
     for line in summary(result):
         typer.echo(line)
 
@@ -185,19 +313,22 @@ def summary(result: Classification) -> list[str]:
     """What was found, what it rests on, and what was done to the pictures."""
     settings, learner, predictions = result.model.settings, result.classifier.learner, result.predictions
     counts = Counter(predictions)
-    listed = ", ".join(f"{counts[name]} {name}" for name in result.classes if counts[name])
+    listed = ", ".join(f"{counts[name]} {name}" for name in [*result.classes, NONE] if counts[name])
     unsure = sum(float(row.max()) < 0.5 for row in result.probabilities)
     lines = [f"{_pictures(len(predictions))}: {listed}." + (f" {unsure} with less than 50 %." if unsure else "")]
     if (score := result.accuracy()) is not None:
         some = "" if score["of"] == len(predictions) else " whose folder names a class"
         lines.append(f"Accuracy {score['accuracy']:.1%}: {score['right']} of {_pictures(score['of'])}{some}.")
-    shots = sorted({len(files) for files in result.classes.values()})
+    shots = sorted(set(torch.bincount(result.classifier.numbers).tolist()))
     each = f"{shots[0]}" if len(shots) == 1 else f"{shots[0]}–{shots[-1]}"
     lines.append(
         f"Learned from {each} labelled pictures in each of {len(result.classes)} classes with {result.model.name} "
-        f"(trained on {settings.dataset}, {settings.ways}-way {settings.shots}-shot), T = {result.classifier.steps}."
+        f"(trained on {settings.dataset}, {settings.ways}-way {settings.shots}-shot){result.steps}."
     )
-    lines.append(f"Batch norm: {learner.batch_norm}, {MEANING[learner.batch_norm]}.")
+    if result.classifier.temperature != 1:
+        lines.append(f"Probabilities are calibrated: temperature {result.classifier.temperature:.3g}, from the card.")
+    if learner.has_batch_norm:
+        lines.append(f"Batch norm: {learner.batch_norm}, {MEANING[learner.batch_norm]}.")
     return lines + result.notes
 
 

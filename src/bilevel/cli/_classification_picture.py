@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 from bilevel.cli._classification import Classification
-from bilevel.experiments._plotting import BLACK, GREEN, RED, picture
+from bilevel.cli._user_pictures import Pictures
 from bilevel.models.batch_norm import MEANING
-from bilevel.training.files import write_bytes
+from bilevel.plotting import BLACK, GREEN, RED, picture, shortened, show_image
 
 # More would not be readable on one page, and what is left out is said.
 COLUMNS, CLASSES, SHOTS, QUERIES = 8, 20, 8, 64
 CELL, CAPTION, TITLE = 1.15, 0.42, 0.55  # inches
+LARGE, SMALL, GAP = 224, 96, 6  # pixels
 
 
 def draw(result: Classification, path: Path) -> None:
@@ -25,18 +27,19 @@ def draw(result: Classification, path: Path) -> None:
     queries = min(len(result.truth), QUERIES)
     rows = -(-queries // COLUMNS)
     heights = [TITLE, *[CELL] * len(classes), TITLE, *[CELL + CAPTION] * rows]
-    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Class names in a script that matplotlib's font lacks are drawn as boxes; the table has them.
         warnings.filterwarnings("ignore", "Glyph")
-        file = Path(scratch) / "picture.png"
-        with picture(file, width=1.7 + CELL * COLUMNS, height=sum(heights)) as figure:
+        with picture(path, width=1.7 + CELL * COLUMNS, height=sum(heights)) as figure:
             grid = figure.add_gridspec(len(heights), COLUMNS + 1, height_ratios=heights)
             learner = result.classifier.learner
+            some = _some(len(classes), len(result.classes), "classes")
+            beside = ": the original, small, and" if result.preparation.draws else ","
             _title(
                 figure.add_subplot(grid[0, :]),
-                f"Labelled pictures, as the model sees them{_some(len(classes), len(result.classes), 'classes')}",
-                f"{result.model.name}, T = {result.classifier.steps}. Batch norm: {learner.batch_norm}, "
-                f"{MEANING[learner.batch_norm]}.",
+                f"Labelled pictures{beside} as the model sees them{some}",
+                f"{result.model.name}{result.steps}."
+                + (f" Batch norm: {learner.batch_norm}, {MEANING[learner.batch_norm]}." * learner.has_batch_norm),
             )
             _support(figure, grid, result, classes)
             score = result.accuracy()
@@ -49,7 +52,6 @@ def draw(result: Classification, path: Path) -> None:
             for index in range(queries):
                 axes = figure.add_subplot(grid[len(classes) + 2 + index // COLUMNS, 1 + index % COLUMNS])
                 _query(axes, result, index)
-        write_bytes(path, file.read_bytes())
 
 
 def _support(figure: Any, grid: Any, result: Classification, classes: list[str]) -> None:
@@ -58,29 +60,35 @@ def _support(figure: Any, grid: Any, result: Classification, classes: list[str])
         count = len(result.classes[name])
         label = figure.add_subplot(grid[row, 0])
         label.set_axis_off()
-        text = _plain(name, 18) + (f"\n({SHOTS} of {count})" if count > SHOTS else "")
+        text = shortened(name, 18) + (f"\n({SHOTS} of {count})" if count > SHOTS else "")
         label.text(1, 0.5, text, ha="right", va="center", fontsize=10)
         for column in range(min(count, SHOTS)):
-            _image(figure.add_subplot(grid[row, 1 + column]), result.support.images[first + column])
+            show_image(figure.add_subplot(grid[row, 1 + column]), _both(result, result.support, first + column))
         first += count
 
 
 def _query(axes: Any, result: Classification, index: int) -> None:
-    _image(axes, result.query.images[index])
-    (name, p), true = result.ranked(index)[0], result.truth[index]
+    show_image(axes, _both(result, result.query, index))
+    (_, p), name, true = result.ranked(index)[0], result.predictions[index], result.truth[index]
     wrong = true is not None and true != name
     # The mark says it too, for who cannot tell the colours apart.
     mark = "" if true is None else "✗ " if wrong else "✓ "
     axes.set_title(
-        f"{mark}{_plain(name, 14)}\n{p:.0%}", fontsize=9, color=BLACK if true is None else RED if wrong else GREEN
+        f"{mark}{shortened(name, 14)}\n{p:.0%}", fontsize=9, color=BLACK if true is None else RED if wrong else GREEN
     )
 
 
-def _image(axes: Any, image: NDArray[Any]) -> None:
-    axes.imshow(image[:, :, 0] if image.shape[2] == 1 else image, cmap="gray", vmin=0, vmax=255)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.grid(False)
+def _both(result: Classification, pictures: Pictures, index: int) -> NDArray[np.uint8]:
+    """A picture as the model sees it; of drawings, with the original to its left."""
+    seen, original = pictures.images[index], pictures.shown[index]
+    if not result.preparation.draws:
+        return seen
+    large = np.asarray(Image.fromarray(seen[:, :, 0]).resize((LARGE, LARGE), Image.Resampling.NEAREST))
+    small = np.asarray(ImageOps.contain(Image.fromarray(original[:, :, 0]), (SMALL, SMALL)))
+    shown = np.full((LARGE, LARGE + SMALL + GAP), 255, np.uint8)
+    shown[:, SMALL + GAP :] = large
+    shown[: len(small), : small.shape[1]] = small
+    return shown[:, :, None]
 
 
 def _title(axes: Any, title: str, below: str) -> None:
@@ -91,9 +99,3 @@ def _title(axes: Any, title: str, below: str) -> None:
 
 def _some(shown: int, there: int, what: str) -> str:
     return f" ({shown} of {there} {what})" if shown < there else ""
-
-
-def _plain(text: str, width: int) -> str:
-    """Short, and with dollars that do not begin a formula."""
-    short = text if len(text) <= width else text[: width - 1] + "…"
-    return short.replace("$", r"\$")

@@ -1,8 +1,9 @@
-"""What `bilevel evaluate` does; apart, because it needs torch."""
+"""What `bilevel evaluate` does. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,24 @@ from typing import Any
 import torch
 import typer
 
-from bilevel.meta import library
-from bilevel.meta.evaluation import Score, choose_and_test
-from bilevel.meta.settings import Settings
-from bilevel.meta.training import episodes as stream
-from bilevel.meta.training import open_data
+from bilevel.cli._output import console
+from bilevel.data import ImageDataset
+from bilevel.errors import BilevelError
+from bilevel.files import write_json
+from bilevel.learners import library
+from bilevel.learners.calibration import QUERIES, Calibration, calibrate
+from bilevel.learners.evaluation import EpisodeScore, choose_and_test
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import episodes as stream
+from bilevel.learners.streams import open_data
 from bilevel.models.batch_norm import MEANING
-from bilevel.origin import commit
 from bilevel.progress import bar
+from bilevel.source_commit import commit
+from bilevel.training.folder import RunFolder
+
+# Classes and labelled pictures of each for which a saved model is calibrated, and episodes of each split for it.
+GRID = tuple((ways, shots) for ways in (2, 5, 10, 20) for shots in (1, 5))
+CALIBRATED = 100
 
 
 def evaluate(
@@ -40,67 +51,121 @@ def evaluate(
     data = open_data(found.settings, data_root)
     found.check_data(data)
     settings = replace(found.settings, **changes)  # type: ignore[arg-type]
-    tried = range(first, last + 1)
+    learner = found.learner
+    learner.check_episode(settings.ways, settings.shots)
+    tried = range(first, last + 1) if learner.has_steps else range(1, 2)
     val, test = (stream(settings, data, split, seed) for split in ("val", "test"))
     with bar("episodes", 2 * count) if sys.stderr.isatty() else nullcontext(lambda done: None) as report:
-        final = choose_and_test(found.learner, val, test, count, tried, report)
+        final = choose_and_test(learner, val, test, count, tried, report)
     result = {
         "model": spec,
+        "learner": learner.name,
         "data": settings.dataset,
         "ways": settings.ways,
         "shots": settings.shots,
         "queries": settings.queries,
         "episodes": count,
-        "batch_norm": settings.batch_norm,
-        "inner_lr": found.learner.inner_lr,
+        "batch_norm": learner.batch_norm if learner.has_batch_norm else None,
+        "inner_lr": getattr(learner.options, "inner_lr", None),
         "validation": [_line(t, final.validation) for t in tried],
-        "steps": final.steps,
+        "steps": final.steps if learner.has_steps else None,
         "test": _line(final.steps, final.test),
     }
+    shapes = [(settings.ways, settings.shots), *(GRID if save is not None else ())]
+    used = found if batch_norm else found.for_use()
+    calibrations = _calibrations(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
+    result["calibration"] = calibrations[0].plain()
+    if RunFolder(Path(spec)).exists():
+        kept = {"weights": found.card["weights"], "calibrations": [one.plain() for one in calibrations]}
+        write_json(Path(spec) / library.CALIBRATION, kept)
     if save is not None:
-        found.learner.steps = final.steps
-        found.learner.save(
-            save,
-            {**_card(found, settings, data.fingerprint), "score": {k: v for k, v in result.items() if k != "model"}},
-        )
+        if learner.has_steps:
+            learner.steps = final.steps
+        score = {key: value for key, value in result.items() if key != "model"}
+        more = {"calibrations": [one.plain() for one in calibrations], "score": score}
+        learner.save(save, {**_card(found, settings, data), **more})
     return result
 
 
-def _card(found: library.Trained, judged: Settings, fingerprint: str) -> dict[str, Any]:
+def _calibrations(
+    found: library.TrainedLearner,
+    settings: TrainingSettings,
+    data: ImageDataset,
+    shapes: Sequence[tuple[int, int]],
+    count: int,
+    steps: int,
+    seed: int | None,
+) -> list[Calibration]:
+    """For the episodes that were judged, and for the other ways and shots that the learner and the data allow."""
+    made: dict[tuple[int, int], Calibration] = {}
+    for number, (ways, shots) in enumerate(shapes):
+        try:
+            found.learner.check_episode(ways, shots)
+            changed = replace(settings, ways=ways, shots=shots, queries=min(settings.queries, QUERIES))
+            val, test = (stream(changed, data, split, seed) for split in ("val", "test"))
+        except BilevelError:
+            if number == 0:
+                raise
+            continue
+        if (ways, shots) not in made:
+            made[ways, shots] = calibrate(found.learner, val, test, count, steps)
+    return list(made.values())
+
+
+def _card(found: library.TrainedLearner, judged: TrainingSettings, data: ImageDataset) -> dict[str, Any]:
     """What the weights are and how they came to be; the settings are those they were judged with."""
     known = ("command", "preset", "initial", "training", "weights", "curve")
+    preparation = data.preparation
     return {
         # Where the training began is told under "initial"; a path would mean nothing elsewhere.
         "settings": replace(judged, initial="").plain(),
         "trained_with": {name: getattr(found.settings, name) for name in ("ways", "shots", "queries")},
-        "data": {"name": found.settings.dataset, "fingerprint": fingerprint},
+        "data": {"name": found.settings.dataset, "fingerprint": data.fingerprint},
+        "preparation": None if preparation is None else preparation.plain(),
         **{key: found.card[key] for key in known if key in found.card},
         "trained_at_commit": found.card.get("commit"),
         "commit": commit(),
     }
 
 
-def _line(steps: int, score: Score) -> dict[str, Any]:
+def _line(steps: int, score: EpisodeScore) -> dict[str, Any]:
     return {"steps": steps, "accuracy": score.means[steps - 1], "interval": score.intervals[steps - 1]}
 
 
 def show(result: dict[str, Any]) -> None:
     """The same for people."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("T", "meta-validation", "± 95 %"):
-        table.add_column(column, justify="right")
-    for line in result["validation"]:
-        mark = " ← best" if line["steps"] == result["steps"] else ""
-        table.add_row(f"{line['steps']}", f"{line['accuracy']:.2%}", f"{line['interval']:.2%}{mark}")
-    Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
-    test = result["test"]
+    test, validation = result["test"], result["validation"]
+    if result["steps"] is None:
+        line = validation[0]
+        typer.echo(f"Meta-validation accuracy {line['accuracy']:.2%} ± {line['interval']:.2%}.")
+        chosen = ""
+    else:
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("T", "meta-validation", "± 95 %"):
+            table.add_column(column, justify="right")
+        for line in validation:
+            mark = " ← best" if line["steps"] == result["steps"] else ""
+            table.add_row(f"{line['steps']}", f"{line['accuracy']:.2%}", f"{line['interval']:.2%}{mark}")
+        console().print(table)
+        chosen = f" with T = {test['steps']}, chosen on meta-validation"
     typer.echo(
-        f"Meta-test accuracy {test['accuracy']:.2%} ± {test['interval']:.2%} with T = {test['steps']}, chosen on "
-        f"meta-validation.\n{result['data']}, {result['ways']}-way {result['shots']}-shot, {result['queries']} queries "
-        f"a class disjoint from the support set, {result['episodes']} episodes each.\n"
-        f"Batch norm: {result['batch_norm']}, {MEANING[result['batch_norm']]}."
+        f"Meta-test accuracy {test['accuracy']:.2%} ± {test['interval']:.2%}{chosen}.\n"
+        f"{result['data']}, {result['ways']}-way {result['shots']}-shot, {result['queries']} queries "
+        f"a class disjoint from the support set, {result['episodes']} episodes each."
     )
+    made = Calibration.of(result["calibration"])
+    mode = "" if made.batch_norm is None else f", with batch norm: {made.batch_norm}, as classify uses it"
+    typer.echo(
+        f"Calibration error {made.error_before:.1%}, and {made.error:.1%} with the temperature {made.temperature:.3g} "
+        f"from meta-validation ({made.episodes} episodes of each split{mode})."
+    )
+    others = "" if made.found is None else f"; {made.found['0.05']:.0%} of pictures of other classes are found"
+    typer.echo(
+        f'"None of these" at a false-alarm rate of 5 % set on meta-validation: {made.false_alarms["0.05"]:.1%} on '
+        f"meta-test{others}."
+    )
+    if result["batch_norm"] is not None:
+        typer.echo(f"Batch norm: {result['batch_norm']}, {MEANING[result['batch_norm']]}.")

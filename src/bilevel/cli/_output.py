@@ -3,45 +3,58 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bilevel.experiments.base import CHOSEN, Result, Table
-from bilevel.experiments.records import Record
+from bilevel.errors import BilevelError
+from bilevel.experiments.base import CHOSEN, ExperimentResult, TextTable
+from bilevel.experiments.records import ExperimentRecord
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table as RichTable
 
 
-def show(result: Result, record: Record) -> None:
-    """The table, the choices behind it, and where everything was written."""
+def console(width: int = 120) -> Console:
+    """Standard output. A pipe or a log file has no width of its own, and rich would fold a table to 80 columns."""
     from rich.console import Console
 
-    # A pipe or a log file has no width of its own, and rich would fold the table to 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False)
+
+
+def check_writable(file: Path, name: str) -> None:
+    """Refuse a file that cannot be written, before any work; `name` is what the message calls it."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise BilevelError(f"{name} cannot be written: {why}.")
+
+
+def show(result: ExperimentResult, record: ExperimentRecord) -> None:
+    """The table, the choices behind it, and where everything was written."""
+    out = console()
     for table in result.tables:
-        console.print(as_rich(table))
+        out.print(as_rich(table))
     for note in result.notes:
-        console.print(note, markup=False)
+        out.print(note, markup=False)
     if result.choices:
-        console.print(f"\n{CHOSEN}:")
+        out.print(f"\n{CHOSEN}:")
     for name, text in result.choices.items():
-        console.print(f"  {name}: {text}", markup=False)
-    assert record.folder is not None
-    console.print()
+        out.print(f"  {name}: {text}", markup=False)
+    out.print()
     # Paths are printed without folding, so that they can be copied.
     for label, file in [
         *(("picture", picture) for picture in result.pictures),
         ("table", "table.md"),
         ("numbers", "result.json"),
     ]:
-        console.print(f"{label + ':':9}{record.folder / file}", markup=False, soft_wrap=True)
-    console.print(
+        out.print(f"{label + ':':9}{record.folder / file}", markup=False, soft_wrap=True)
+    out.print(
         f"again:   {record.command}   ({_duration(record.minutes)} on this machine)", markup=False, soft_wrap=True
     )
 
 
-def as_rich(table: Table) -> RichTable:
-    """The table without its columns of prose, which are in table.md."""
+def as_rich(table: TextTable, bold: int | None = None) -> RichTable:
+    """The table without its columns of prose, which are in table.md; one row may be bold."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -52,8 +65,8 @@ def as_rich(table: Table) -> RichTable:
         # A row's name stays whole, unless it is a sentence.
         first = min(24, max((len(row[index]) for row in table.rows), default=0)) if index == 0 else None
         drawn.add_column(Text(table.columns[index]), justify="left" if index == 0 else "right", min_width=first)
-    for row in table.rows:
-        drawn.add_row(*(Text(row[index]) for index in shown))
+    for place, row in enumerate(table.rows):
+        drawn.add_row(*(Text(row[index]) for index in shown), style="bold" if place == bold else None)
     return drawn
 
 

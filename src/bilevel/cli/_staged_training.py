@@ -9,22 +9,20 @@ from typing import Any
 
 import typer
 
+from bilevel import distributed
 from bilevel.cli._training import run
 from bilevel.errors import BilevelError
-from bilevel.meta import library
-from bilevel.meta.recipes import FILE, Recipe, describe, is_recipe
-from bilevel.meta.settings import Settings
-from bilevel.training import distributed
-from bilevel.training.files import write_json
+from bilevel.files import write_json
+from bilevel.learners import library
+from bilevel.learners.recipes import FILE, Recipe, describe, is_recipe
+from bilevel.learners.settings import TrainingSettings
 from bilevel.training.folder import RunFolder, differences
 from bilevel.training.stopping import EarlyStopping
 
 CARD = "card.json"
 
 
-def run_recipe(
-    recipe: Recipe, path: Path, *, resume: bool, data_root: Path | None, threads: int | None, command: str
-) -> int:
+def run_recipe(recipe: Recipe, path: Path, *, resume: bool, command: str, **common: Any) -> int:
     """Run the stages one after the other, from the first that is not finished; the exit code of the last that ran."""
     _enter(recipe, path, resume)
     say: Callable[[str], None] = typer.echo if distributed.writes() else lambda message: None
@@ -37,7 +35,7 @@ def run_recipe(
         say(f"Stage {folder}:")
         said = f"{command}   (stage {name})"
         begun = RunFolder(stage).exists()
-        code = run(settings, None, stage, resume=begun, data_root=data_root, threads=threads, command=said)
+        code = run(settings, None, stage, resume=begun, command=said, **common)
         if code:
             go_on = f"bilevel train --resume --out {shlex.quote(str(path))}"
             typer.echo(f"Stopped in stage {folder}. Go on with: {go_on}", err=True)
@@ -71,7 +69,7 @@ def _enter(recipe: Recipe, path: Path, resume: bool) -> None:
     write_json(path / FILE, recipe.plain())
 
 
-def _finished(stage: Path, settings: Settings) -> bool:
+def _finished(stage: Path, settings: TrainingSettings) -> bool:
     """Whether a stage ran to its last hyperiteration, or stopped early."""
     newest = RunFolder(stage).checkpoints.newest(lambda message: None) if RunFolder(stage).exists() else None
     if newest is None:

@@ -1,27 +1,29 @@
-"""What `bilevel train` does once it knows what is wanted; apart, because it needs torch."""
+"""What `bilevel train` does. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
 import math
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import typer
 
-from bilevel.meta.presets import PRESETS
-from bilevel.meta.runs import enter, new_job, schedule
-from bilevel.meta.settings import Settings
-from bilevel.meta.training import FewShotTraining, duration, open_data
+from bilevel import distributed
+from bilevel.learners.presets import PRESETS, for_learner
+from bilevel.learners.runs import enter, schedule
+from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
+from bilevel.learners.streams import open_data
+from bilevel.learners.training import FewShotTraining, duration
 from bilevel.models.batch_norm import MEANING
-from bilevel.training import distributed
 from bilevel.training.folder import RunFolder
 from bilevel.training.loop import Ending, Run
 
 
 def run(
-    settings: Settings,
+    settings: TrainingSettings,
     preset: str | None,
     path: Path,
     *,
@@ -29,8 +31,9 @@ def run(
     data_root: Path | None,
     threads: int | None,
     command: str,
+    deadline: float = math.inf,
 ) -> int:
-    """Train, and return the exit code."""
+    """Train, and return the exit code; `deadline` is when to save and stop, on the clock of `time.monotonic`."""
     folder = RunFolder(path)
     # Another number of threads rounds differently, so a run goes on with its own.
     threads = threads or (folder.config().get("threads") if resume else None)
@@ -38,37 +41,48 @@ def run(
         torch.set_num_threads(threads)
     with distributed.world() as world, ExitStack() as stack:
         with world.agreed():
-            job = new_job(settings, open_data(settings, data_root), world, path)
+            job = FewShotTraining(settings, open_data(settings, data_root), world, path)
             if world.writes:
                 stack.enter_context(folder.locked())
                 enter(folder, job, command, preset=preset, resume=resume, warn=_warn)
-        training = Run(job, folder, schedule(settings), world, report=_warn)
+        training = Run(job, folder, schedule(job.settings), world, report=_warn)
         try:
             if world.writes:
-                _announce(settings, folder, job, training.iteration)
-            ending = training.go(progress=sys.stderr.isatty())
+                _announce(folder, job, training.iteration)
+            ending = training.go(progress=sys.stderr.isatty(), deadline=deadline)
         except KeyboardInterrupt:
             _warn(f"Stopped at once. Go on from what was saved with: bilevel train --resume --out {folder.path}")
             return 130
         if world.writes:
-            _conclude(ending, folder, settings)
+            _conclude(ending, folder, job)
     return ending.exit_code
 
 
-def _announce(settings: Settings, folder: RunFolder, job: FewShotTraining, done: int) -> None:
-    """Everything that is about to happen, before it does."""
+def _announce(folder: RunFolder, job: FewShotTraining, done: int) -> None:
+    """Say everything that is about to happen."""
+    settings = job.settings
     preset = folder.config()["preset"]
-    usual = (PRESETS[preset] if preset else Settings()).plain()
+    usual = for_learner(PRESETS[preset] if preset else TrainingSettings(), settings.learner).plain()
     typer.echo(f"bilevel train {preset or ''}".rstrip())
     typer.echo(f"  {job.data.describe()}")
     for note in job.data.notes:
         typer.echo(f"    {note}")
+    learner, own = job.learner, asdict(job.learner.options)
+    unused = LEARNER_FIELDS - own.keys() - learner.also_uses
     for name, value in settings.plain().items():
-        changed = "" if usual[name] == value else f"   (not {usual[name]})"
-        typer.echo(f"  {name} = {value}{changed}")
-    weights = sum(leaf.numel() for leaf in job.learner.lam.values())
-    typer.echo(f"  λ has {weights:,} numbers, w has {settings.ways * job.learner.features:,} for each episode")
-    typer.echo(f"  batch norm: {settings.batch_norm}, {MEANING[settings.batch_norm]}")
+        if name not in unused and name != "options":
+            changed = "" if usual[name] == value else f"   (not {usual[name]})"
+            typer.echo(f"  {name} = {value}{changed}")
+    for name, value in own.items():
+        if name not in usual:
+            typer.echo(f"  {name} = {value}")
+    inner = learner.inner_size(settings.ways)
+    each = f", w has {inner:,} for each episode" if inner else ""
+    typer.echo(f"  λ has {sum(leaf.numel() for leaf in learner.lam.values()):,} numbers{each}")
+    if learner.has_batch_norm:
+        typer.echo(f"  batch norm: {learner.batch_norm}, {MEANING[learner.batch_norm]}")
+    if not learner.trains:
+        typer.echo(f"  {learner.name} learns nothing, so the run ends after its first validation")
     processes = f", {job.world.size} processes" if job.world.size > 1 else ""
     typer.echo(f"  {torch.get_num_threads()} threads{processes}")
     if done:
@@ -79,12 +93,12 @@ def _announce(settings: Settings, folder: RunFolder, job: FewShotTraining, done:
     typer.echo(f"Folder: {folder.path}   (tensorboard --logdir {folder.path}, if TensorBoard is installed)")
 
 
-def _conclude(ending: Ending, folder: RunFolder, settings: Settings) -> None:
+def _conclude(ending: Ending, folder: RunFolder, job: FewShotTraining) -> None:
     typer.echo(f"{ending.outcome} {duration(ending.seconds)} of training in all.")
     if math.isfinite(ending.best):
         typer.echo(
             f"Best meta-validation accuracy {ending.best:.2%} after hyperiteration {ending.best_iteration} "
-            f"({settings.validation_episodes} episodes, T = {settings.steps}, batch norm: {settings.batch_norm})."
+            f"({job.settings.validation_episodes} episodes{job.learner.describe()})."
         )
     if ending.outcome.kind == "interrupted":
         typer.echo(f"Everything is saved. Go on with: bilevel train --resume --out {folder.path}")

@@ -1,23 +1,31 @@
-"""What `bilevel tune` does; apart, because it needs torch."""
+"""The work of `bilevel tune`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import shlex
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import typer
+from threadpoolctl import threadpool_limits
 
+from bilevel.cli._heartbeat import heartbeat
+from bilevel.cli._output import as_rich, console
+from bilevel.cli._tuning_picture import draw
 from bilevel.errors import BilevelError
+from bilevel.experiments.base import TextTable
 from bilevel.experiments.records import machine, plain, staging
-
-if TYPE_CHECKING:
-    from bilevel.tabular.study import Study
+from bilevel.report.table_page import fixed, four, render
+from bilevel.tabular.reading import read_table
+from bilevel.tabular.results import chart_points, features_csv, result_record
+from bilevel.tabular.scores import measures
+from bilevel.tabular.settings import TuneSettings
+from bilevel.tabular.study import TableStudy, tune
 
 FILES = {
     "model": "model.safetensors",
@@ -26,184 +34,127 @@ FILES = {
     "page": "page.html",
     "picture": "picture.png",
 }
-LARGEST = 10
+LARGEST = 10  # features that are listed
 
 
 def run(
     data: Path,
-    settings: dict[str, Any],
+    settings: TuneSettings,
     folder: Path,
-    *,
     reading: dict[str, Any],
+    *,
     force: bool,
     threads: int | None,
     quiet: bool,
-    command: str,
 ) -> dict[str, Any]:
-    """Tune, and write everything to the folder; what was found, as plain data."""
-    from bilevel.tabular.reading import read_table
-    from bilevel.tabular.settings import TuneSettings
-    from bilevel.tabular.study import tune
-
-    asked = TuneSettings(**settings)
-    check_folder(data, folder, force)
-    began = time.perf_counter()
-    watched = not quiet and sys.stderr.isatty()
-
-    def doing(what: str) -> None:
-        if watched:
-            typer.echo(f"{what} …", err=True)
-
-    with staging(folder.parent, folder.name) as (scratch, publish), limited(threads):
-        doing(f"reading {data.name}")
-        table = read_table(data, **reading)
-        study = tune(table, asked, verbose=watched, doing=doing)
-        doing("writing")
-        record = write(study, scratch, command, began)
-        publish()
-    return record
-
-
-def write(study: Study, scratch: Path, command: str, began: float) -> dict[str, Any]:
-    """All files of a result."""
-    from bilevel.cli._tuning_picture import draw
-    from bilevel.report.table_page import render
-    from bilevel.tabular.importance import features, table_csv
-    from bilevel.tabular.record import record, test_points
-
-    found = plain(
-        {
-            **record(study),
-            "command": command,
-            "minutes": (time.perf_counter() - began) / 60,
-            "machine": machine(),
-            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-    )
-    points = plain(test_points(study))
-    study.model.save(scratch / FILES["model"])
-    (scratch / FILES["features"]).write_text(table_csv(study.model, features(study)), encoding="utf-8", newline="")
-    (scratch / FILES["page"]).write_text(render(found, points), encoding="utf-8", errors="replace")
-    draw(found, points, scratch / FILES["picture"])
-    numbers = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    (scratch / FILES["numbers"]).write_text(numbers, encoding="utf-8", errors="replace")
-    return found
-
-
-def check_folder(data: Path, folder: Path, force: bool) -> None:
-    """Refuse a folder whose files are in the way, before any work."""
+    """Tune, write everything to the folder, and return the record."""
     for name in FILES.values():
         if (folder / name).exists() and data.exists() and (folder / name).samefile(data):
             raise BilevelError(f"{data} would be written over by {folder / name}; pass another --out DIR.")
     if (folder / FILES["numbers"]).exists() and not force:
         raise BilevelError(f"{folder} holds a finished result. Write --force to replace it, or another --out DIR.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+        threadpool_limits(threads)
+    began = time.perf_counter()
+    with staging(folder.parent, folder.name) as (scratch, publish), heartbeat(quiet) as doing:
+        doing(f"reading {data.name}")
+        study = tune(read_table(data, **reading), settings, doing=doing)
+        doing("writing")
+        record = write(study, scratch, began)
+        publish()
+    return record
 
 
-@contextlib.contextmanager
-def limited(threads: int | None) -> Iterator[None]:
-    """Let torch and the linear algebra below numpy use so many threads."""
-    if threads is None:
-        yield
-        return
-    import torch
-    from threadpoolctl import threadpool_limits
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with threadpool_limits(threads):
-            yield
-    finally:
-        torch.set_num_threads(before)
+def write(study: TableStudy, scratch: Path, began: float) -> dict[str, Any]:
+    """Write all files of a result, and return the record."""
+    record = plain(
+        {
+            **result_record(study),
+            "command": shlex.join(["bilevel", *sys.argv[1:]]),
+            "minutes": (time.perf_counter() - began) / 60,
+            "machine": machine(),
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+    )
+    points = plain(chart_points(study))
+    study.model.save(scratch / FILES["model"])
+    draw(record, points, scratch / FILES["picture"])
+    for name, text in (
+        ("features", features_csv(record["features"], record["classes"])),
+        ("page", render(record, points)),
+        ("numbers", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
+    ):
+        (scratch / FILES[name]).write_text(text, encoding="utf-8", errors="replace", newline="")
+    return record
 
 
 def show(record: dict[str, Any], folder: Path) -> None:
-    """The result for people: errors side by side, the largest coefficients, what is switched off, and the files."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # A pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    for line in heading(record):
-        typer.echo(line)
-    share, error = ("accuracy", "log_loss") if record["classes"] else ("r2", "rmse")
-    words = ("accuracy", "log loss") if record["classes"] else ("R²", "RMSE")
-    table = Table(title=Text("Test errors"), box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("")
-    for name in (*words, "seconds"):
-        table.add_column(name, justify="right")
-    for one in record["comparison"]:
-        seconds = f"{one['seconds']:.2f}" if one["seconds"] else ""
-        # R² has no meaning where all test rows have one value.
-        fixed = f"{one[share]:.4f}" if isinstance(one[share], float) else "–"
-        table.add_row(Text(one["name"]), fixed, number(one[error]), seconds)
-    console.print(table)
+    """Print the comparison, the largest coefficients, the features that are switched off, and the files."""
+    out = console()
+    data, count = record["data"], len(record["features"])
+    because = f" (classes, because {record['task_chosen_because']})" if record["classes"] else ""
+    if not record["classes"] and record["task_chosen_because"]:
+        because = f" ({record['task_chosen_because']})"
+    typer.echo(
+        f"{record['target']!r} of {data['file']}{because}: {data['rows_used']:,} rows, "
+        f"{count} feature{'s' * (count != 1)}."
+    )
+    names = measures(record["classes"])
+    rows = [
+        [
+            one["name"] + (" (ours)" if one["ours"] else ""),
+            *(four(one[key]) if key in ("rmse", "log_loss") else fixed(one[key]) for key in names),
+            "best" if one["p"] is None else f"{one['p']:.2g}",
+            f"{one['seconds']:.2f}",
+        ]
+        for one in record["comparison"]
+    ]
+    title = f"Errors on held-out rows, {record['folds']} folds"
+    best = next(place for place, one in enumerate(record["comparison"]) if one["p"] is None)
+    out.print(as_rich(TextTable(title, ["", *names.values(), "p against best", "s per fit"], rows), bold=best))
     typer.echo(record["verdict"] + "\n")
-    console.print(largest(record))
+    typer.echo(f"Saved: {record['saved']}, {record['model']} with penalty {record['penalty']}, fitted to all rows.")
+    out.print(as_rich(largest(record)))
+    if record["penalty"] == "groups":
+        of = "the linear score's variance" if record["classes"] else "the target's variance on held-out rows"
+        typer.echo(f"Share of {of}, by group:")
+        for name, share in record["variance"].items():
+            typer.echo(f"  {share:6.1%}  {name}")
     for line in [switched_off(record), "", record["method"], record["outcome"], *record["notes"], ""]:
         typer.echo(line)
     for label, file in FILES.items():
         typer.echo(f"{label + ':':10}{folder / file}")
     typer.echo(f"{'predict:':10}bilevel predict {folder} NEW.csv")
+    typer.echo(f"{'Python:':10}bilevel.tabular.load({str(folder)!r}).pipeline")
 
 
-def heading(record: dict[str, Any]) -> list[str]:
-    data, count = record["data"], len(record["features"])
-    because = f" (chosen because {record['model_chosen_because']})" if record["model_chosen_because"] else ""
-    return [
-        f"{record['target']!r} of {data['file']} by {record['model']}{because}, penalty {record['penalty']}: "
-        f"{count} feature{'s' * (count != 1)}, {data['training_rows']:,} training and {data['test_rows']:,} test rows."
-    ]
-
-
-def largest(record: dict[str, Any]) -> Any:
+def largest(record: dict[str, Any]) -> TextTable:
     """The features with the largest coefficients."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     def size(one: dict[str, Any]) -> float:
         return sum(value**2 for value in one["coefficients"]) ** 0.5
 
-    top = sorted(record["features"], key=size, reverse=True)[:LARGEST]
-    several = len(record["classes"]) > 2
-    table = Table(
-        title=Text(
-            f"The {'largest of ' if len(record['features']) > len(top) else ''}{len(record['features'])} features"
-        ),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-    )
-    table.add_column("", overflow="fold")
-    kinds = ["length of coefficients"] if several else ["coefficient per deviation", "per unit"]
-    for name in (*kinds, "penalty α", "shrinkage"):
-        table.add_column(name, justify="right")
-    for one in top:
+    several, count = len(record["classes"]) > 2, len(record["features"])
+    rows = []
+    for one in sorted(record["features"], key=size, reverse=True)[:LARGEST]:
         values = [size(one)] if several else [one["coefficients"][0], one["coefficients_raw"][0]]
         shrunk = f"{one['shrinkage']:.1%}" + (" off" if one["off"] else "")
-        table.add_row(Text(one["name"]), *map(number, values), number(one["penalty"]), shrunk)
-    return table
+        rows.append([one["name"], *map(four, [*values, one["penalty"]]), shrunk])
+    columns = ["length of coefficients"] if several else ["coefficient per deviation", "per unit"]
+    title = f"The {'largest of ' if count > LARGEST else ''}{count} features"
+    return TextTable(title, ["", *columns, "penalty α", "shrinkage"], rows)
 
 
 def switched_off(record: dict[str, Any]) -> str:
-    """How many features do nothing, and which."""
+    """How many features are switched off, and which."""
     off, count = record["switched_off"], len(record["features"])
     mostly = sum(one["shrinkage"] > 0.5 for one in record["features"])
     effective = (
-        f"{mostly or 'None'} {'is' if mostly == 1 else 'are'} held more by the penalty than by the data; the model has "
-        f"the freedom of {record['effective_features']:.1f} features without one."
+        f"{mostly or 'None'} {'is' if mostly == 1 else 'are'} determined more by the penalty than by the data; the "
+        f"model has the freedom of {record['effective_features']:.1f} features without a penalty."
     )
     if not off:
-        return f"None of {count} features is switched off (held to 95 % by its penalty). {effective}"
+        return f"None of {count} features is switched off (determined to 95 % by its penalty). {effective}"
     names = ", ".join(off[:LARGEST]) + (f" and {len(off) - LARGEST} more" if len(off) > LARGEST else "")
     return f"{len(off)} of {count} features switched off, by their penalty or at exactly 0: {names}. {effective}"
-
-
-def number(value: Any) -> str:
-    """
-    >>> number(56.4), number(5000.0), number("nan")
-    ('56.40', '5000', '–')
-    """
-    return f"{value:#.4g}".removesuffix(".") if isinstance(value, (int, float)) else "–"

@@ -8,15 +8,12 @@ from typing import Annotated
 
 import typer
 
+from bilevel.cli._output import check_writable
 from bilevel.cli.train import THREADS
 from bilevel.errors import BilevelError
 
 
 def command(
-    run: Annotated[str, typer.Argument(help="The folder of a run, a saved learner, or zoo:NAME.")],
-    support: Annotated[
-        Path, typer.Option(metavar="DIR", help="A folder with one folder of pictures per class; any numbers of them.")
-    ],
     query: Annotated[
         Path,
         typer.Option(
@@ -25,6 +22,33 @@ def command(
             "classes, the accuracy is reported too.",
         ),
     ],
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="The folder of a run, a saved learner, zoo:NAME, or a classifier that --save wrote. If not given, a "
+            "model of the zoo is chosen for the pictures."
+        ),
+    ] = None,
+    support: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A folder with one folder of pictures per class; any numbers of them. Not needed for a classifier "
+            "that --save wrote.",
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.safetensors",
+            help="Keep the classifier, with the labelled pictures as the model sees them: bilevel classify "
+            "FILE.safetensors --query new/ uses it.",
+        ),
+    ] = None,
+    none: Annotated[
+        float | None,
+        typer.Option(metavar="RATE", help='Say "none of these" with this false-alarm rate, 0.05 for example.'),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many classes the table names for each picture.")] = 2,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all probabilities as CSV.")] = None,
     picture: Annotated[
@@ -37,10 +61,21 @@ def command(
         typer.Option(
             "--invert/--no-invert",
             help="Whether to swap light and dark. If not given: models of drawings (light ink on black) swap pictures "
-            "whose borders are light.",
+            "whose ink is darker than the paper.",
             show_default=False,
         ),
     ] = None,
+    clean: Annotated[
+        bool,
+        typer.Option(
+            "--clean/--no-clean",
+            help="For models of drawings: even out the paper, crop to the ink where it is small or far from the "
+            "middle, and draw thin or thick strokes with the model's pen. --picture shows both versions.",
+        ),
+    ] = True,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at pictures that cannot be read, instead of leaving them out.")
+    ] = False,
     batch_norm: Annotated[
         str | None,
         typer.Option(
@@ -53,20 +88,27 @@ def command(
     """Classify new pictures by a few labelled ones, with a representation that was trained before.
 
     The classes are yours and need not be those of the training. Pictures of any size and kind are converted to what the
-    model takes, and what was done is said. Probabilities are those of the adapted classifier; they are not calibrated.
+    model takes, and what was done is said. Probabilities are calibrated where `bilevel evaluate` has calibrated the
+    model, on its meta-validation; pictures of another kind than the training's may need another temperature.
 
     Batch norm: a model trained with `episode` normalises a query set by its own statistics. With few queries, or
     queries of few classes, these are poor, so `support` is used here. For how much that is with a given model, compare
     bilevel evaluate RUN --queries 1 with the same and --batch-norm support.
     """
-    for file, ending in ((csv, None), (picture, ".png")):
-        _check_target(file, ending)
+    for file in (csv, picture, save):
+        if file is not None:
+            check_writable(file, str(file))
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise BilevelError(f"--picture {picture} is drawn as PNG; give it a name that ends in .png.")
+    if save is not None and save.suffix != ".safetensors":
+        raise BilevelError(f"--save {save} is a safetensors file; give it a name that ends in .safetensors.")
 
     from bilevel.cli import _classification
 
-    result = _classification.classify(
-        run, support, query, batch_norm=batch_norm, steps=steps, invert=invert, threads=threads, outputs=(csv, picture)
-    )
+    options = _classification.ClassifyOptions(batch_norm, steps, invert, clean, strict, none, threads)
+    result = _classification.classify(run, support, query, options, outputs=(csv, picture, save))
+    if save is not None:
+        result.save(save)
     if csv is not None:
         result.write_csv(csv)
     if picture is not None:
@@ -77,17 +119,6 @@ def command(
         typer.echo(json.dumps(result.plain(), indent=1))
     else:
         _classification.show(result, top)
-        for label, file in (("table", csv), ("picture", picture)):
+        for label, file in (("table", csv), ("picture", picture), ("classifier", save)):
             if file is not None:
                 typer.echo(f"{label}: {file}")
-
-
-def _check_target(file: Path | None, ending: str | None) -> None:
-    """What could keep a result from being written is found before the work, not after."""
-    if file is None:
-        return
-    if file.is_dir() or not file.parent.is_dir():
-        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise BilevelError(f"{file} cannot be written: {why}.")
-    if ending is not None and file.suffix.lower() != ending:
-        raise BilevelError(f"--picture {file} is drawn as PNG; give it a name that ends in {ending}.")

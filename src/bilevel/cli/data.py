@@ -53,13 +53,13 @@ def command(
 
 def _do(action: str, name: str, where: Path, settings: dict[str, Any]) -> str:
     from bilevel.data.base import source
-    from bilevel.data.cache import Workspace, bar_of
+    from bilevel.data.cache import Workspace, report_bar
 
     wanted = source(name, settings)
     if action == "download":
         return "\n".join(f"{name}: {path}" for path in wanted.fetch(where))
     if action == "verify":
-        with bar_of(f"verifying {name}", None) as report:
+        with report_bar(f"verifying {name}", None) as report:
             return f"{name}: {wanted.check(where, Workspace(report))}."
     data = wanted.load(where)
     return "\n".join([data.describe(), *(f"  {note}" for note in data.notes)])

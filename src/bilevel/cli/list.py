@@ -19,6 +19,8 @@ ROOMS = {
     "methods": "bilevel.methods",
     "solvers": "bilevel.linear_solvers",
     "constraints": "bilevel.constraints",
+    "algorithms": "bilevel.algorithms",
+    "learners": "bilevel.learners",
 }
 
 
@@ -29,7 +31,7 @@ def command(
 ) -> None:
     """List what there is to run.
 
-    The experiments and where they stand in the paper; or, when asked, dynamics, methods, solvers or constraints.
+    The experiments and where they stand in the paper; or, when asked, what a room of the library holds.
     """
     if what == "experiments":
         columns([(found.name, found.paper, found.summary) for found in experiments.find().values()])
@@ -47,13 +49,16 @@ def command(
 
 
 def _settings(name: str) -> None:
+    from bilevel.experiments.base import settings_of
+
     module = experiments.load(name)
-    hints = get_type_hints(module.Settings)
+    kind = settings_of(module)
+    hints = get_type_hints(kind)
     quick = module.QUICK
     rows = [("--set", "default", "--quick", "")]
-    for field in fields(module.Settings):
+    for field in fields(kind):
         small = as_text(quick[field.name]) if field.name in quick else ""
-        rows.append((field.name, as_text(getattr(module.Settings(), field.name)), small, describe(hints[field.name])))
+        rows.append((field.name, as_text(getattr(kind(), field.name)), small, describe(hints[field.name])))
     columns(rows)
 
 

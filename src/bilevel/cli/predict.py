@@ -8,14 +8,19 @@ from typing import Annotated
 
 import typer
 
-from bilevel.cli.tune import DECIMAL, ENCODING, SEPARATOR
+from bilevel.cli.tune import DECIMAL, ENCODING, READING, SEPARATOR, SHEET, THOUSANDS
 
 
 def command(
     model: Annotated[Path, typer.Argument(help="The folder that `bilevel tune` wrote, or its model.safetensors.")],
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A CSV or Parquet file with the model's columns.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="A table with the model's columns: CSV, Parquet or Excel.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Write the CSV there, not on the terminal.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write there, not on the terminal: Parquet for .parquet, Excel for .xlsx, else CSV."
+        ),
     ] = None,
     proba: Annotated[
         bool, typer.Option("--proba", help="Add the probability of every class; they are not calibrated.")
@@ -23,31 +28,28 @@ def command(
     only: Annotated[bool, typer.Option("--only", help="Leave the columns of DATA out.")] = False,
     separator: SEPARATOR = None,
     decimal: DECIMAL = ".",
+    thousands: THOUSANDS = None,
     encoding: ENCODING = None,
+    sheet: SHEET = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
 ) -> None:
     """Predict the rows of a table with a model that `bilevel tune` saved.
 
-    What comes out is CSV: the rows of DATA as they are and in their order, and a column `prediction` (with --proba,
-    also one for each class). Columns that the model does not know are kept and not used; a missing one is named. Where
-    DATA has the target, the error is said too. Notes go to standard error, so that the output can be piped.
+    The output is CSV: the rows of DATA as they are and in their order, and a column `prediction` (with --proba, also
+    one for each class). Columns that the model does not know are kept and not used; a missing one is named. If DATA has
+    the target, the errors are printed too. Notes go to standard error, so that the output can be piped.
     """
+    given = locals()
     from bilevel.cli import _predicting
 
-    result = _predicting.predict(
-        model,
-        data,
-        out,
-        reading={"separator": separator, "decimal": decimal, "encoding": encoding},
-        proba=proba,
-        only=only,
-    )
+    reading = {name: given[name] for name in READING}
+    result, text = _predicting.predict(model, data, out, reading, proba=proba, only=only)
     if as_json:
-        typer.echo(json.dumps(result.plain(), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(result, indent=1, ensure_ascii=False))
         return
     if out is None:
-        typer.echo(result.csv, nl=False)
-    for note in [*result.notes, *([result.scored] if result.scored else [])]:
+        typer.echo(text, nl=False)
+    for note in result["notes"]:
         typer.echo(note, err=True)
     if out is not None:
-        typer.echo(f"{len(result.values):,} predictions: {out}")
+        typer.echo(f"{len(result['predictions']):,} predictions: {out}")

@@ -10,12 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
+from bilevel import extras
 from bilevel.cli.list import columns
 from bilevel.errors import BilevelError
+from bilevel.learners import ZOO
+from bilevel.training.log import read_metrics
 
 # Nothing here imports torch: what is shown stands in JSON files.
-ZOO = Path(__file__).parents[1] / "meta" / "zoo"
-HEADER = ("run", "task", "hyperiterations", "meta-validation", "batch norm", "T", "minutes", "changed", "state")
+HEADER = (
+    "run",
+    "task",
+    "learner",
+    "hyperiterations",
+    "meta-validation",
+    "batch norm",
+    "T",
+    "minutes",
+    "changed",
+    "state",
+)
 
 
 def command(
@@ -73,10 +86,14 @@ def _described(path: Path) -> dict[str, Any]:
         raise BilevelError("config.json is not the configuration of a run")
     known = ("dataset", "ways", "shots", "iterations", "batch_norm", "steps", "patience")
     run = {"preset": config.get("preset"), **{name: config["settings"][name] for name in known}}
-    lines = _metrics(path / "metrics.jsonl")
+    run["learner"] = config["settings"].get("learner", "hyper-representation")
+    learner = config.get("learner") or {}
+    if learner.get("name"):  # a card of version 0.1 names no learner, and the learner has all these settings
+        run |= {name: learner.get(name) for name in ("batch_norm", "steps")}
+    lines = read_metrics(path, lambda sentence: typer.echo(f"Note: {sentence}", err=True))
     scores = [(line["score"], line["iteration"], line.get("interval")) for line in lines if "score" in line]
     # The first of equals, as training keeps it.
-    best = max(scores, key=lambda line: (line[0], -line[1]), default=(None, None, None))
+    best: Any = max(scores, key=lambda line: (line[0], -line[1]), default=(None, None, None))
     run["accuracy"], run["best_iteration"], run["interval"] = best
     run["done"] = max((line["iteration"] for line in lines), default=0)
     run["minutes"] = max((line["minutes"] for line in lines if "minutes" in line), default=None)
@@ -102,12 +119,11 @@ def _locked(lock: Path) -> bool:
     """Whether a process holds the lock. It is taken for an instant, and only where it exists, so nothing is created."""
     if not lock.exists():
         return False
-    from filelock import FileLock, Timeout
-
+    filelock = extras.load("filelock", extra="learn", purpose="bilevel runs")
     try:
-        with FileLock(lock, timeout=0):
+        with filelock.FileLock(lock, timeout=0):
             return False
-    except Timeout:
+    except filelock.Timeout:
         return True
     except OSError:  # another user's folder: whoever may not lock cannot tell
         return False
@@ -117,12 +133,11 @@ def _damage(file: Path) -> str:
     """What is wrong with a file of weights; its length and header are looked at, and not its checksum."""
     if not file.exists():
         return ""
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = extras.load("safetensors", extra="learn", purpose="bilevel runs")
     try:
-        with safe_open(file, framework="np"):
+        with safetensors.safe_open(file, framework="np"):
             return ""
-    except (SafetensorError, OSError) as error:
+    except (safetensors.SafetensorError, OSError) as error:
         return f"{file.name} cannot be read ({error})"
 
 
@@ -131,19 +146,6 @@ def _read(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BilevelError(f"{file.name} cannot be read ({error})") from error
-
-
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a run; a line that a crash cut short is left out."""
-    found = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-            found.append(record)
-    return found
 
 
 def _changed(path: Path) -> float:
@@ -167,14 +169,15 @@ def _model(card: Path) -> dict[str, Any]:
 def _row(run: dict[str, Any]) -> tuple[str, ...]:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["changed"]))
     if "done" not in run:
-        return (run["run"], "", "", "", "", "", "", when, run["state"])
+        return (run["run"], "", "", "", "", "", "", "", when, run["state"])
     return (
         run["run"],
         run["preset"] or _task(run),
+        run["learner"],
         f"{run['done']:,} of {run['iterations']:,}",
         _score(run),
-        run["batch_norm"],
-        str(run["steps"]),
+        run["batch_norm"] or "",
+        str(run["steps"] or ""),
         "" if run["minutes"] is None else f"{run['minutes']:.1f}",
         when,
         run["state"],

@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shlex
 import sys
+import time
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from bilevel import learners
 from bilevel.errors import BilevelError
-from bilevel.meta.presets import PRESETS, RECIPES, preset
-from bilevel.meta.recipes import Recipe, is_recipe
-from bilevel.meta.settings import Settings
+from bilevel.experiments.overrides import describe, pairs, parse
+from bilevel.learners.presets import PRESETS, RECIPES, for_learner, preset
+from bilevel.learners.recipes import Recipe, is_recipe
+from bilevel.learners.settings import TrainingSettings
 
+# Settings of the pictures, which every learner has.
+SHARED_INPUT = {"image_size", "channels", "prepare"}
 DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the data are. BILEVEL_DATA does the same.")]
 THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each process; torch's choice if not given.")]
 
 
 def command(**options: Any) -> None:
-    """Learn a representation for few-shot classification by Algorithm 1 of the paper.
+    """Train a few-shot learner; by default hyper-representations, by Algorithm 1 of the paper.
 
     PRESET names one of the paper's experiments, or one in stages; options change it, or describe a training of your
-    own. The run goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, and
-    --resume goes on bit for bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
+    own. --learner takes another strategy on the same episodes, and --set changes the settings that only it has. The run
+    goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, as do a closed
+    terminal and --hours, and --resume goes on bit for bit. For several processes: torchrun --nproc-per-node 2 -m
+    bilevel train PRESET.
     """
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
     data_root, threads, file = options.pop("data_root"), options.pop("threads"), options.pop("recipe")
+    deadline = _deadline(options.pop("hours"))
+    own = pairs(options.pop("change") or [])
     given = {key: value for key, value in options.items() if value is not None}
+    shared = get_type_hints(TrainingSettings)
+    given |= {key: _parsed(key, own.pop(key), shared[key]) for key in list(own) if key in shared and key != "options"}
+    if "learner" in given and given["learner"] not in learners.names():
+        raise learners.unknown(given["learner"])
     if "dataset" in given and Path(given["dataset"]).is_dir():
         given["dataset"] = str(Path(given["dataset"]).resolve())  # so that the run can be used from anywhere
     if "initial" in given and Path(given["initial"]).is_dir():
@@ -39,21 +53,35 @@ def command(**options: Any) -> None:
     if resume and not ((folder / "config.json").exists() or is_recipe(folder)):
         raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")
     recipe = _recipe(name, file, given, folder if resume else None)
+    if recipe is not None and own:
+        raise BilevelError(
+            f"--set {next(iter(own))} is for a training in one stage; a recipe's file can set `options`."
+        )
     common: dict[str, Any] = {
         "resume": resume,
         "data_root": data_root,
         "threads": threads,
+        "deadline": deadline,
         "command": shlex.join(["bilevel", *sys.argv[1:]]),
     }
     if recipe is not None:
         from bilevel.cli._staged_training import run_recipe
 
         raise typer.Exit(run_recipe(recipe, folder, **common))
-    settings = _settings(name, given, folder if resume else None)
+    settings = _settings(name, given, own, folder if resume else None)
 
     from bilevel.cli._training import run
 
     raise typer.Exit(run(settings, name, folder, **common))
+
+
+def _deadline(hours: float | None) -> float:
+    """When the time budget ends, on the clock of `time.monotonic`."""
+    if hours is None:
+        return math.inf
+    if not hours > 0:
+        raise BilevelError(f"--hours {hours} leaves no time to train; pass a number above 0, such as 2.5.")
+    return time.monotonic() + 3600 * hours
 
 
 def _recipe(name: str | None, file: Path | None, given: dict[str, Any], resumed: Path | None) -> Recipe | None:
@@ -72,9 +100,9 @@ def _recipe(name: str | None, file: Path | None, given: dict[str, Any], resumed:
     return base.changed(given)
 
 
-def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> Settings:
+def _settings(name: str | None, given: dict[str, Any], own: dict[str, str], resumed: Path | None) -> TrainingSettings:
     """A preset with changes; or the defaults with changes; or, when a run is continued and nothing is said, its own."""
-    if name is None and not given and resumed is None:
+    if name is None and not given and not own and resumed is None:
         presets = "\n".join(f"  {known}" for known in [*PRESETS, *RECIPES])
         raise BilevelError(
             f"Name a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
@@ -84,10 +112,41 @@ def _settings(name: str | None, given: dict[str, Any], resumed: Path | None) -> 
     elif resumed is not None:
         from bilevel.training.folder import RunFolder
 
-        base = Settings.of(RunFolder(resumed).config()["settings"])
+        base = TrainingSettings.of(RunFolder(resumed).config()["settings"])
     else:
-        base = Settings()
-    return replace(base, **given)
+        base = TrainingSettings()
+    if given.get("learner", base.learner) != base.learner:
+        base = for_learner(base, given["learner"])
+    if given.get("initial") and resumed is None and Path(given.get("dataset", base.dataset)).is_dir():
+        from bilevel.learners import library
+
+        # The network and the kind of pictures must be those of the weights, so they need not be said.
+        taken = library.find(given["initial"]).settings_of_input()
+        used = {f.name for f in fields(learners.get(given.get("learner", base.learner)).Options)} | SHARED_INPUT
+        given = {**{key: value for key, value in taken.items() if key in used}, **given}
+    changed = replace(base, **given)
+    if own:
+        kind = learners.get(changed.learner)
+        hints = {
+            f: hint for f, hint in get_type_hints(kind.Options).items() if f not in get_type_hints(TrainingSettings)
+        }
+        unknown = [key for key in own if key not in hints]
+        if unknown:
+            listed = "\n".join(f"  {key}={getattr(kind.Options(), key)}  ({describe(hints[key])})" for key in hints)
+            raise BilevelError(
+                f"--set {unknown[0]}: {kind.name} has no setting {unknown[0]!r}. "
+                + (f"Beside the options of bilevel train, it has:\n{listed}" if hints else "It has none of its own.")
+            )
+        values = {key: _parsed(key, text, hints[key]) for key, text in own.items()}
+        changed = replace(changed, options={**changed.options, **values})
+    return changed
+
+
+def _parsed(key: str, text: str, hint: Any) -> Any:
+    try:
+        return parse(text, hint)
+    except ValueError as error:
+        raise BilevelError(f"--set {key}={text}: {key} is {describe(hint)}.") from error
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -105,11 +164,25 @@ def _parameters() -> list[inspect.Parameter]:
             None,
         ),
         "resume": (Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")], False),
+        "hours": (
+            Annotated[
+                float | None,
+                typer.Option(help="Save and leave with exit code 75 after so many hours, if the run is not finished."),
+            ],
+            None,
+        ),
+        "change": (
+            Annotated[
+                list[str] | None,
+                typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the learner; may be repeated."),
+            ],
+            None,
+        ),
         "data_root": (DATA_ROOT, None),
         "threads": (THREADS, None),
     }
-    hints = get_type_hints(Settings)
-    own |= {f.name: (_option(f, hints[f.name]), None) for f in fields(Settings)}
+    hints = get_type_hints(TrainingSettings)
+    own |= {f.name: (_option(f, hints[f.name]), None) for f in fields(TrainingSettings) if f.name != "options"}
     keyword = inspect.Parameter.KEYWORD_ONLY
     return [inspect.Parameter(key, keyword, default=value, annotation=kind) for key, (kind, value) in own.items()]
 

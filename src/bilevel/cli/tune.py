@@ -1,12 +1,11 @@
-"""`bilevel tune DATA --target NAME`: a linear model of a table with a tuned penalty for every feature."""
+"""`bilevel tune DATA --target NAME`: models of a table, tuned and compared with scikit-learn's."""
 
 from __future__ import annotations
 
 import json
-import shlex
-import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,38 +15,57 @@ SEPARATOR = Annotated[
     str | None, typer.Option(metavar="CHAR", help="Between the fields of a CSV file; guessed if not given. Or: tab.")
 ]
 DECIMAL = Annotated[str, typer.Option(metavar="CHAR", help="The decimal mark of a CSV file.")]
+THOUSANDS = Annotated[
+    str | None, typer.Option(metavar="CHAR", help="Between the thousands of a CSV file's numbers, as in 1,200.")
+]
 ENCODING = Annotated[str | None, typer.Option(metavar="NAME", help="Of a CSV file; UTF-8 if not given.")]
+SHEET = Annotated[str | None, typer.Option(metavar="NAME", help="The sheet of an Excel workbook, if it has several.")]
+READING = ("separator", "decimal", "thousands", "encoding", "sheet")
 
 
 def command(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="A CSV file with a header, or a Parquet file.")],
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="A table with a header: CSV, also with gzip, Parquet or Excel.")
+    ],
     target: Annotated[str, typer.Option(metavar="NAME", help="The column to predict.")],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="ridge|elastic-net|logistic",
-            help="If not given: logistic for text, truth values and numbers with two values, else ridge.",
+            help="Which of our models; if not given, all that can predict the target, and the best is saved.",
         ),
     ] = None,
+    classes: Annotated[bool, typer.Option("--classes", help="Numbers in the target are names of classes.")] = False,
     penalty: Annotated[
         str | None,
         typer.Option(
             metavar="shared|per-feature|groups",
-            help="One penalty for all features, for each, or for each group. [per-feature, or groups with --groups]",
+            help="One penalty for all features, for each, or for each group. [per-feature, or groups with --group]",
+        ),
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=NAME|FILE|prefix|columns",
+            help="Features that share a penalty: columns whose names match a pattern with * (may be repeated), a CSV "
+            'file with the columns `column` and `group`, a JSON file {"group": ["column", …]}, `prefix` for names that '
+            "agree up to the first _ - or ., or `columns` for the indicators of a column together.",
         ),
     ] = None,
     groups: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|prefix|columns",
-            help="Features that share a penalty: a CSV file with the columns `column` and `group`, a JSON file "
-            '{"group": ["column", …]}, `prefix` for names that agree up to the first _ - or ., or `columns` for the '
-            "indicators of a column together.",
-        ),
+        typer.Option(metavar="NAME", help="A column of labels: rows with one label are never split, such as a person."),
     ] = None,
-    cv: Annotated[int, typer.Option(metavar="K", help="Folds of the cross-validation inside the training rows.")] = 5,
-    test: Annotated[float, typer.Option(metavar="FRACTION", help="The share of rows that no fit sees.")] = 0.25,
-    seed: Annotated[int, typer.Option(help="Of the split and of the folds.")] = 0,
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A column of dates or numbers: models are tested on later rows only."),
+    ] = None,
+    cv: Annotated[int, typer.Option(metavar="K", help="Folds, of the comparison and of the tuning inside it.")] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", help="How often the folds are drawn, if time allows.")] = 4,
+    minutes: Annotated[
+        float, typer.Option(help="About how long the comparison may take; the first round of folds is always finished.")
+    ] = 2.0,
+    seed: Annotated[int, typer.Option(help="Seed of the folds.")] = 0,
     drop: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A column to leave out; may be repeated.")
     ] = None,
@@ -55,7 +73,7 @@ def command(
         list[str] | None,
         typer.Option(metavar="NAME", help="A column to turn into indicators, one for each value; may be repeated."),
     ] = None,
-    one_hot: Annotated[bool, typer.Option("--one-hot", help="Do so with every text column.")] = False,
+    one_hot: Annotated[bool, typer.Option("--one-hot", help="Turn every text column into indicators.")] = False,
     missing: Annotated[
         str,
         typer.Option(
@@ -65,60 +83,38 @@ def command(
         ),
     ] = "error",
     weights: Annotated[str | None, typer.Option(metavar="NAME", help="A column of sample weights.")] = None,
-    l1_ratio: Annotated[float, typer.Option(help="Of the elastic net.")] = 0.5,
+    l1_ratio: Annotated[
+        float | None, typer.Option(help="Share of the absolute values in the elastic net's penalty. [0.5]")
+    ] = None,
     max_iter: Annotated[int, typer.Option(min=1, help="Hyperiterations at most.")] = 100,
-    refit: Annotated[
-        bool, typer.Option("--refit/--no-refit", help="Fit the saved model to all rows, with the tuned penalties.")
-    ] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The results go there; results/tune-DATA if not given.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a finished result in DIR.")] = False,
     separator: SEPARATOR = None,
     decimal: DECIMAL = ".",
+    thousands: THOUSANDS = None,
     encoding: ENCODING = None,
+    sheet: SHEET = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     threads: THREADS = None,
 ) -> None:
-    """Tune a linear model of a table, with a penalty of its own for every feature, and compare it with scikit-learn.
+    """Tune models of a table, compare them with scikit-learn's by repeated cross-validation, and save the best of ours.
 
-    A share of the rows is set aside. On the others, the penalties are tuned by the hypergradient of the
-    cross-validation error, and RidgeCV (ElasticNetCV, LogisticRegressionCV) is tuned on the same folds; both are then
-    judged on the rows set aside. DIR gets model.safetensors, for `bilevel predict DIR new.csv`, table.csv with the
-    coefficients and penalties, result.json, page.html and a picture. DATA is only read.
+    All models see the same rows, features and folds: ours, with penalties tuned by hypergradients, and RidgeCV,
+    LassoCV, ElasticNetCV or LogisticRegressionCV, a random forest and gradient boosting. The model with the least error
+    is recommended, also if it is not ours. DIR gets model.safetensors, for `bilevel predict DIR new.csv`, table.csv
+    with the coefficients and penalties, result.json, page.html and a picture. DATA is only read.
     """
-    chosen = penalty or ("groups" if groups is not None else "per-feature")
-    settings: dict[str, Any] = {
-        "target": target,
-        "model": model,
-        "penalty": chosen,
-        "groups": groups,
-        "cv": cv,
-        "test": test,
-        "seed": seed,
-        "drop": tuple(drop or ()),
-        "categorical": tuple(categorical or ()),
-        "one_hot": one_hot,
-        "missing": missing,
-        "weights": weights,
-        "l1_ratio": l1_ratio,
-        "max_iter": max_iter,
-        "refit": refit,
-    }
-    folder = out if out is not None else Path("results") / f"tune-{data.stem}"
-
+    given = locals()
     from bilevel.cli import _tuning
+    from bilevel.tabular.settings import TuneSettings
 
-    record = _tuning.run(
-        data,
-        settings,
-        folder,
-        reading={"separator": separator, "decimal": decimal, "encoding": encoding},
-        force=force,
-        threads=threads,
-        quiet=as_json,
-        command=shlex.join(["bilevel", *sys.argv[1:]]),
-    )
+    given |= {name: tuple(given[name] or ()) for name in ("drop", "categorical", "group")}
+    settings = TuneSettings(**{field.name: given[field.name] for field in fields(TuneSettings)})
+    folder = out or Path("results") / f"tune-{Path(data.name.removesuffix('.gz')).stem}"
+    reading = {name: given[name] for name in READING}
+    record = _tuning.run(data, settings, folder, reading, force=force, threads=threads, quiet=as_json)
     if as_json:
         typer.echo(json.dumps(record, indent=1, ensure_ascii=False))
     else:

@@ -17,7 +17,7 @@ def find() -> dict[str, type[Constraint]]:
 
 
 def as_constraint(constraint: Any) -> Constraint | None:
-    """The constraint in whatever form it was passed: a `Constraint`, a tree of them, or None."""
+    """A `Constraint` as it is, a tree of constraints as a `PerLeaf`, None as None."""
     if constraint is None or isinstance(constraint, Constraint):
         return constraint
     if isinstance(constraint, (dict, list, tuple)):

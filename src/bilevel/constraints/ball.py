@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
@@ -39,11 +40,17 @@ class Ball(Constraint):
             )
         center = trees.map(as_like, center, lam)
         offset = trees.subtract(lam, center)
-        # As a tensor, because a projection may also be part of an inner step, which is differentiated.
+        # A tensor, not a float, because an inner step may contain this projection and is differentiated.
         distance = trees.norm(offset)
         if bool(distance <= self.radius):
             return trees.map(torch.clone, lam)
         return trees.add(center, trees.scale(offset, self.radius / distance))
+
+    def support(self, direction: Tree) -> Tensor:
+        reach = self.radius * trees.norm(direction)
+        return (
+            reach if self.center is None else reach + trees.dot(direction, trees.map(as_like, self.center, direction))
+        )
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:

@@ -1,4 +1,4 @@
-"""What a constraint set Λ is."""
+"""The base class of constraint sets Λ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
 
@@ -24,12 +25,19 @@ class Constraint(ABC):
     def project(self, lam: Tree) -> Tree:
         """argmin over Λ of ‖· − λ‖."""
 
+    def support(self, direction: Tree) -> Tensor:
+        """sup ⟨direction, u⟩ over Λ, which duality gaps are made of."""
+        raise BilevelError(
+            f"{type(self).__name__} has no known support function, so that the duality gap over it is unknown. Stop by "
+            "Until(…, tol=…), or give the constraint a method support(direction)."
+        )
+
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:
-        """Instances for the conformance battery, each with a tree that shows what it projects."""
+        """Instances for the conformance battery, each with a tree that has the structure and shapes of λ."""
         return [(cls(), torch.zeros(5, dtype=torch.float64))]
 
 
 def as_like(value: float | Tensor, leaf: Tensor) -> Tensor:
-    """A bound as a tensor of the leaf's kind."""
+    """A bound as a tensor of the leaf's dtype on its device."""
     return torch.as_tensor(value, dtype=leaf.dtype, device=leaf.device)

@@ -42,6 +42,8 @@ class Box(Constraint):
                     )
 
     def project(self, lam: Tree) -> Tree:
+        if isinstance(lam, Tensor) and isinstance(self.low, (int, float)) and isinstance(self.high, (int, float)):
+            return lam.clamp(self.low, self.high)
         leaves, spec = trees.flatten(lam)
         lows, highs = _bounds(self.low, lam), _bounds(self.high, lam)
         moved = [leaf.clamp(as_like(a, leaf), as_like(b, leaf)) for leaf, a, b in zip(leaves, lows, highs, strict=True)]
@@ -51,6 +53,11 @@ class Box(Constraint):
                 f"{trees.describe(spec.unflatten(moved))}. Pass numbers, or tensors that broadcast to λ's shapes."
             )
         return spec.unflatten(moved)
+
+    def support(self, direction: Tree) -> Tensor:
+        rows = zip(trees.leaves(direction), _bounds(self.low, direction), _bounds(self.high, direction), strict=True)
+        parts = [torch.where(d == 0, 0, d * torch.where(d > 0, as_like(b, d), as_like(a, d))).sum() for d, a, b in rows]
+        return torch.stack(parts).sum()
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:

@@ -13,7 +13,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class NonNegative(Constraint):
-    """Λ = {λ : λ ≥ 0}, entry by entry. It is not bounded: use `Box(0, high)` where Theorem 3.2 is to apply.
+    """Λ = {λ : λ ≥ 0}, entry by entry. It is not bounded; Theorem 3.2 asks for a bounded set such as `Box(0, high)`.
 
     >>> NonNegative().project(torch.tensor([-3.0, 0.5]))
     tensor([0.0000, 0.5000])

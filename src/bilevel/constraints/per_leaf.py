@@ -19,8 +19,8 @@ from bilevel.trees import Tree
 class PerLeaf(Constraint):
     """Λ as a product: `PerLeaf({"lr": Box(-9, 0), "mix": Simplex()})`.
 
-    A constraint may stand above a whole subtree of λ; None, or a key left out, leaves that part free. Wherever a
-    constraint is asked for, the bare dict, list or tuple is accepted too.
+    A constraint may apply to a whole subtree of λ. None, or a missing key, leaves that part free. A plain dict, list or
+    tuple is accepted wherever a constraint is.
     """
 
     # A dict has no hash.

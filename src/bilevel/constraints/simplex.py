@@ -40,10 +40,13 @@ class Simplex(Constraint):
         descending = x.sort(dim=-1, descending=True).values
         excess = descending.cumsum(-1) - self.total
         rank = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
-        # The largest rank whose entry stays positive after the shift decides the shift.
+        # The shift makes the entries up to the largest `active` rank add up to the total; all others become zero.
         active = (descending * rank > excess).sum(-1, keepdim=True).clamp_min(1)
         shift = excess.gather(-1, active - 1) / active
         return torch.relu(x - shift)
+
+    def support(self, direction: Tree) -> Tensor:
+        return torch.stack([self.total * d.amax(-1).sum() for d in trees.leaves(direction)]).sum()
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:

@@ -1,5 +1,4 @@
-"""Images with labels: one file per data set, found by walking this folder. Nothing here learns, and nothing imports
-torch."""
+"""Images with labels: one file per data set, found by walking this folder. No module here imports torch."""
 
 from __future__ import annotations
 

@@ -1,18 +1,16 @@
-"""Twenty people with a pen each: how a character's path becomes a drawing.
+"""Simulated drawers: how the path of a character becomes a drawing.
 
-A drawer has a slant, proportions, a pen and a steadiness that show in everything they draw; each drawing adds its own
-accidents. All randomness is the raw stream of a Philox generator, which is the same on every machine.
+A drawer has a slant, proportions, a pen and a steadiness, which show in all their drawings; each drawing adds random
+differences. All randomness is the raw stream of a Philox generator, which is the same on every machine.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.data import _skeletons
-from bilevel.data._scripts import Shape
+from bilevel.data._scripts import PenPath
 
 SIDE = 28
 WAVES = 5
@@ -35,63 +33,47 @@ class Dice:
         return self.uniform(-1.0, 1.0, 4, *shape).sum(0) * (deviation * (3.0 / 4.0) ** 0.5)
 
 
-@dataclass
-class Drawers:
-    """The habits of `count` drawers, one array entry each."""
-
-    turn: NDArray[np.float64]
-    slant: NDArray[np.float64]
-    stretch: NDArray[np.float64]
-    size: NDArray[np.float64]
-    bend: NDArray[np.float64]
-    tremor: NDArray[np.float64]
-    looseness: NDArray[np.float64]
-    pen: NDArray[np.float64]
-    pressure: NDArray[np.float64]
-    rounding: NDArray[np.int64]
-    face: NDArray[np.int64]
-
-    @staticmethod
-    def hire(seed: int, count: int) -> Drawers:
-        dice = Dice(seed, 0)
-        return Drawers(
-            turn=dice.bell(0.05, count),
-            slant=dice.bell(0.14, count) + 0.06,
-            stretch=dice.bell(0.10, count),
-            size=dice.uniform(17.5, 22.0, count),
-            bend=dice.uniform(0.020, 0.045, count),
-            tremor=dice.uniform(0.003, 0.011, count),
-            looseness=dice.uniform(0.004, 0.022, count),
-            pen=dice.uniform(0.55, 1.10, count),
-            pressure=dice.uniform(0.05, 0.30, count),
-            rounding=dice.uniform(0, len(ROUNDS), count).astype(np.int64),
-            face=dice.uniform(0, 1000, count).astype(np.int64),
-        )
-
-    def __len__(self) -> int:
-        return len(self.turn)
+Drawer = dict[str, float]
 
 
-def draw(shapes: list[Shape], drawers: Drawers, dice: Dice) -> NDArray[np.uint8]:
+def drawers(seed: int, count: int) -> list[Drawer]:
+    """The habits of so many drawers."""
+    dice = Dice(seed, 0)
+    habits = {
+        "turn": dice.bell(0.05, count),
+        "slant": dice.bell(0.14, count) + 0.06,
+        "stretch": dice.bell(0.10, count),
+        "size": dice.uniform(17.5, 22.0, count),
+        "bend": dice.uniform(0.020, 0.045, count),
+        "tremor": dice.uniform(0.003, 0.011, count),
+        "looseness": dice.uniform(0.004, 0.022, count),
+        "pen": dice.uniform(0.55, 1.10, count),
+        "pressure": dice.uniform(0.05, 0.30, count),
+        "rounding": dice.uniform(0, len(ROUNDS), count),
+        "face": dice.uniform(0, 1000, count),
+    }
+    return [{name: float(values[d]) for name, values in habits.items()} for d in range(count)]
+
+
+def draw(shapes: list[PenPath], hands: list[Drawer], dice: Dice) -> NDArray[np.uint8]:
     """One drawing by each drawer, 28×28, ink = 255."""
-    images = np.empty((len(drawers), SIDE, SIDE), np.uint8)
+    images = np.empty((len(hands), SIDE, SIDE), np.uint8)
     smoothed: dict[tuple[int, int], NDArray[np.float64]] = {}
     strokes = [_strokes(shape) for shape in shapes]
-    # A dot is what is left of a blob: it is pressed a little harder than a line.
+    # A dot is what thinning leaves of a blob. It is drawn a little wider than a line.
     dots = [np.bincount(shape.pairs.ravel(), minlength=len(shape.points)) == 0 for shape in shapes]
-    for d in range(len(drawers)):
+    for image, drawer in zip(images, hands, strict=True):
         # The first shape is the plainest one and gets a larger share.
-        choice = int(drawers.face[d]) % (len(shapes) + 1) % len(shapes)
-        at = (choice, int(drawers.rounding[d]))
+        choice = int(drawer["face"]) % (len(shapes) + 1) % len(shapes)
+        at = (choice, int(drawer["rounding"]))
         if at not in smoothed:
             smoothed[at] = _skeletons.smooth(shapes[choice].points, shapes[choice].pairs, ROUNDS[at[1]])
-        points = _hand(smoothed[at], strokes[choice], drawers, d, dice)
-        pen = np.where(dots[choice], 1.35, 1.0) * drawers.pen[d]
-        images[d] = _ink(points, pen, float(drawers.pressure[d]), dice)
+        points = _hand(smoothed[at], strokes[choice], drawer, dice)
+        image[:] = _ink(points, np.where(dots[choice], 1.35, 1.0) * drawer["pen"], drawer["pressure"], dice)
     return images
 
 
-def _strokes(shape: Shape) -> NDArray[np.int64]:
+def _strokes(shape: PenPath) -> NDArray[np.int64]:
     """The number of the stroke each point belongs to: strokes end where more than two links meet."""
     count = len(shape.points)
     degree = np.bincount(shape.pairs.ravel(), minlength=count)
@@ -107,25 +89,23 @@ def _strokes(shape: Shape) -> NDArray[np.int64]:
         label = lower
 
 
-def _hand(
-    points: NDArray[np.float64], strokes: NDArray[np.int64], drawers: Drawers, d: int, dice: Dice
-) -> NDArray[np.float64]:
-    """Where drawer d's pen goes, in pixels."""
+def _hand(points: NDArray[np.float64], strokes: NDArray[np.int64], drawer: Drawer, dice: Dice) -> NDArray[np.float64]:
+    """The path of a drawer's pen, in pixels."""
     # Strokes set down a little beside where they belong, and a little too long or too short.
     count = int(strokes.max()) + 1
     sizes = np.bincount(strokes, minlength=count)
     middle = np.stack([np.bincount(strokes, points[:, axis], count) for axis in (0, 1)], 1) / sizes[:, None]
-    loose = float(drawers.looseness[d])
+    loose = drawer["looseness"]
     offset, length = dice.bell(loose, count, 2), 1 + dice.bell(2 * loose, count, 1)
     whole = (sizes > 6)[:, None]
     offset, length = np.where(whole, offset, 0.3 * offset), np.where(whole, length, 1.0)
     points = middle[strokes] + (points - middle[strokes]) * length[strokes] + offset[strokes]
-    points = points + _waves(points, float(drawers.bend[d]), 0.25, 0.75, dice)
-    points = points + _waves(points, float(drawers.tremor[d]), 1.5, 3.0, dice)
-    turn = float(drawers.turn[d]) + float(dice.bell(0.06, 1)[0])
-    slant = float(drawers.slant[d]) + float(dice.bell(0.05, 1)[0])
-    wide = float(np.exp(drawers.stretch[d] + dice.bell(0.06, 1)[0]))
-    size = float(drawers.size[d]) * (1 + float(dice.bell(0.05, 1)[0]))
+    points = points + _waves(points, drawer["bend"], 0.25, 0.75, dice)
+    points = points + _waves(points, drawer["tremor"], 1.5, 3.0, dice)
+    turn = drawer["turn"] + float(dice.bell(0.06, 1)[0])
+    slant = drawer["slant"] + float(dice.bell(0.05, 1)[0])
+    wide = float(np.exp(drawer["stretch"] + dice.bell(0.06, 1)[0]))
+    size = drawer["size"] * (1 + float(dice.bell(0.05, 1)[0]))
     x, y = points[:, 0] * wide - slant * points[:, 1], points[:, 1] / wide
     x, y = np.cos(turn) * x - np.sin(turn) * y, np.sin(turn) * x + np.cos(turn) * y
     drawn = np.stack([x, y], axis=1)

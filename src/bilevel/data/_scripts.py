@@ -53,7 +53,7 @@ LEAST = 20  # pixels of a skeleton; below are dots
 
 
 @dataclass
-class Shape:
+class PenPath:
     """The path of a pen in a unit box around 0 (x right, y down): its points, and the pairs that are joined."""
 
     points: NDArray[np.float64]
@@ -66,7 +66,7 @@ class Character:
 
     script: str
     code: int
-    shapes: list[Shape]
+    shapes: list[PenPath]
 
     @property
     def title(self) -> str:
@@ -122,10 +122,10 @@ def _is_letter(code: int) -> bool:
     return unicodedata.category(chr(code)) in ("Lu", "Ll", "Lo") and (not apart or apart.startswith("<font>"))
 
 
-def _shapes(wanted: list[tuple[str, int]]) -> list[Shape | None]:
+def _shapes(wanted: list[tuple[str, int]]) -> list[PenPath | None]:
     bitmaps = [_outlines.bitmap(face, code) for face, code in wanted]
     drawn = [number for number, bitmap in enumerate(bitmaps) if bitmap is not None]
-    shapes: list[Shape | None] = [None] * len(wanted)
+    shapes: list[PenPath | None] = [None] * len(wanted)
     thinned = _skeletons.thin(np.stack([bitmap for bitmap in bitmaps if bitmap is not None]))
     for number, skeleton in zip(drawn, thinned, strict=True):
         pixels, pairs = _skeletons.links(skeleton)
@@ -135,11 +135,11 @@ def _shapes(wanted: list[tuple[str, int]]) -> list[Shape | None]:
         points = pixels[keep][:, ::-1].astype(np.float64)
         low, high = points.min(0), points.max(0)
         if len(points) >= LEAST and (high - low).max() >= LEAST:
-            shapes[number] = Shape((points - (low + high) / 2) / (high - low).max(), pairs)
+            shapes[number] = PenPath((points - (low + high) / 2) / (high - low).max(), pairs)
     return shapes
 
 
-def _raster(shape: Shape) -> NDArray[np.int64]:
+def _raster(shape: PenPath) -> NDArray[np.int64]:
     """The pixels of a skeleton on the 64×64 lattice on which skeletons are compared."""
     return np.rint(shape.points * BOX + 32).astype(np.int64)
 

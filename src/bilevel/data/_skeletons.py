@@ -51,8 +51,8 @@ def links(skeleton: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def prune(count: int, pairs: NDArray[np.int64], shortest: int) -> NDArray[np.bool_]:
-    """Which pixels to keep: spurs that leave a junction and end after fewer than `shortest` pixels are what thinning
-    makes of serifs and corners, and no pen draws them."""
+    """Which pixels to keep: all but spurs, which leave a junction and end after fewer than `shortest` pixels.
+    Thinning makes them of serifs and corners."""
     keep = np.ones(count, bool)
     neighbours: list[list[int]] = [[] for _ in range(count)]
     for a, b in pairs.tolist():

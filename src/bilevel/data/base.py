@@ -1,4 +1,4 @@
-"""What a data set is, and how one is found, prepared once and opened."""
+"""What a data set is, and how one is found, decoded once and opened."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel import discovery
+from bilevel import discovery, extras
 from bilevel.data import places
-from bilevel.data.cache import Prepared, Workspace, prepared
+from bilevel.data.cache import DecodedImages, Workspace, cached
 from bilevel.errors import BilevelError, BilevelWarning
+
+if TYPE_CHECKING:
+    from bilevel.data.preparation import Kind, Preparation
 
 Splits: TypeAlias = Mapping[str, Sequence[int]]
 
@@ -35,6 +38,7 @@ class ImageDataset:
         parts: sets of examples that come with the data, by name (MNIST's official "train" and "test").
         notes: what was done to the images on the way in, one sentence each.
         fingerprint: changes when the images do.
+        preparation: how any picture becomes like these; None where that is not known.
 
     >>> data = ImageDataset("noise", np.zeros((4, 2, 2, 1), np.uint8), np.array([0, 0, 1, 1]), ("a", "b"))
     >>> len(data), data.shape, data.splits["train"]
@@ -49,6 +53,7 @@ class ImageDataset:
     parts: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fingerprint: str = ""
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         splits = self.splits or {"train": range(len(self.classes))}
@@ -80,22 +85,24 @@ class Source(ABC):
 
     Class attributes:
         name: what `load` calls it.
-        version: raise it when `decode` changes what it writes; old cache entries are then left alone.
-        needs_files: False when nothing has to be put into the data root.
+        version: increase it when `decode` writes something else; older cache entries are then not used.
+        needs_files: False if the data root need not hold anything.
+        pictures: what its pictures are, and how any other picture is made like them.
     """
 
     name: ClassVar[str] = ""
     version: ClassVar[int] = 1
     needs_files: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("seed",)
+    pictures: ClassVar[Kind] = "photograph"
 
     @abstractmethod
     def files(self, root: Path) -> list[Path]:
         """The files or folders this is read from. Missing ones are a BilevelError that says what to get."""
 
     @abstractmethod
-    def decode(self, root: Path, work: Workspace) -> Prepared:
-        """Read and decode everything; `work.report(done, total)` is called now and then."""
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
+        """Read and decode everything, and call `work.report(done, total)` for the progress bar."""
 
     @abstractmethod
     def splits(self, meta: Mapping[str, Any]) -> Splits:
@@ -107,7 +114,7 @@ class Source(ABC):
         raise BilevelError(f"{self.name} has no downloader. Its files are already at {places.say(root)}.")
 
     def check(self, root: Path, work: Workspace) -> str:
-        """Read every file again, without the cache; a sentence about what was found, or a BilevelError."""
+        """Read every file again, without the cache. Return a sentence about what was found, or raise."""
         made = self.decode(root, work)
         return f"{len(made.images):,} images of {len(made.meta['classes']):,} classes, every one readable"
 
@@ -116,16 +123,16 @@ class Source(ABC):
 
         Args:
             data_root: where the files are; by default the environment variable BILEVEL_DATA, else a user folder.
-            progress: whether to show a bar while decoding; by default, when somebody is looking.
+            progress: whether to show a bar while decoding; by default, on a terminal.
         """
         root = places.data_root(data_root)
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.after}
         key = {"name": self.name, "version": self.version, "settings": json.loads(json.dumps(settings, default=str))}
         sources = self.files(root)
-        entry = prepared(self.name, key, sources, lambda work: self.decode(root, work), progress)
+        entry = cached(self.name, key, sources, lambda work: self.decode(root, work), progress)
         notes = tuple(entry.meta.get("notes", ()))
         if entry.fresh and notes:
-            # Said once, and only when the work is safely in the cache.
+            # Only when they were decoded, so that a user sees the notes once.
             warnings.warn(
                 f"{self.name} {', '.join(map(str, sources))}: {' '.join(notes)}", BilevelWarning, stacklevel=3
             )
@@ -138,14 +145,23 @@ class Source(ABC):
             parts={name: np.asarray(rows, dtype=np.int64) for name, rows in self.parts(entry.meta).items()},
             notes=notes,
             fingerprint=entry.fingerprint,
+            preparation=self.preparation(entry.images.shape[1:]),
         )
 
     def parts(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
 
+    def preparation(self, shape: Sequence[int]) -> Preparation | None:
+        """How a picture is brought to an image of this data set, of (height, width, channels); None: not known."""
+        from bilevel.data.preparation import Preparation  # needs Pillow, which arrays do without
+
+        height, width, channels = shape
+        return Preparation(self.pictures, channels, height, width)
+
 
 def find() -> dict[str, type[Source]]:
     """Every data set in this folder, by name."""
+    extras.require("PIL", "matplotlib", extra="learn", purpose="Finding a data set")
     found = discovery.classes(importlib.import_module("bilevel.data"), Source)  # type: ignore[type-abstract]
     return dict(sorted((kind.name, kind) for kind in found.values()))
 
@@ -162,7 +178,7 @@ def load(
     Args:
         name_or_path: a name that `find()` lists, or a folder.
         data_root: where the files are; by default the environment variable BILEVEL_DATA, else a user folder.
-        progress: whether to show a bar while decoding; by default, when somebody is looking.
+        progress: whether to show a bar while decoding; by default, on a terminal.
         download: fetch missing files first, for data sets that have a downloader.
         settings: fields of the source, such as `seed` of the class split or `size` of a folder's images.
     """

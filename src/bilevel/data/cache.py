@@ -1,8 +1,8 @@
-"""Decoded images on disk: written once and all at once, memory-mapped ever after.
+"""Decoded images on disk: written once, memory-mapped afterwards.
 
 Invariant: a folder that has its final name is complete. It is filled under a temporary name, flushed to disk and then
-renamed, so a killed process leaves nothing that a later one would read, and of two processes that prepare the same data
-one wins and the other uses the winner's.
+renamed. A killed process leaves nothing that a later one reads. If two processes decode the same data, the one that
+finishes first wins, and both read its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,16 @@ ABANDONED_SECONDS = 24 * 3600
 
 
 @dataclass
-class Prepared:
-    """What a source decodes to: images N×H×W×C, their labels, and what JSON can hold about them. `fingerprint` is a
-    digest of all that; `fresh` says that they were decoded just now."""
+class DecodedImages:
+    """What a source decodes its files to.
+
+    Args:
+        images: uint8, N×H×W×C.
+        labels: N integers.
+        meta: what else is kept, as JSON: the names of the classes, notes.
+        fingerprint: a digest of images, labels and names; set by the cache.
+        fresh: whether they were decoded just now; set by the cache.
+    """
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -44,46 +51,46 @@ class Prepared:
     fresh: bool = False
 
 
+@dataclass(frozen=True)
 class Workspace:
-    """What a source works with while it decodes: `report(done, total)`, and room for many images.
+    """What `Source.decode` works with.
 
     Args:
-        report: moves the progress bar.
-        folder: where large arrays are laid out on disk; None keeps them in memory.
+        report: `report(done, total)` moves the progress bar.
+        folder: where `empty` puts its array; None keeps the array in memory.
     """
 
-    def __init__(self, report: Callable[[int, int], None] | None = None, folder: Path | None = None) -> None:
-        self.report = report or (lambda done, total: None)
-        self._folder = folder
+    report: Callable[[int, int], None] = lambda done, total: None
+    folder: Path | None = None
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """The array that will hold the images, to be filled; called at most once."""
-        if self._folder is None:
+        """An array for the images, to be filled; called at most once."""
+        if self.folder is None:
             return np.empty(shape, np.uint8)
-        with _named(self._folder.parent):
-            array = np.lib.format.open_memmap(self._folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
+        with _explained(self.folder.parent):
+            array = np.lib.format.open_memmap(self.folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
             if hasattr(os, "posix_fallocate"):
-                # A mapped file has holes. Filling one when the disk is full would kill the process without a word.
-                with open(self._folder / IMAGES, "r+b") as file:
+                # Without it, writing to a mapped file on a full disk kills the process.
+                with open(self.folder / IMAGES, "r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, array.offset + array.nbytes)
             return array
 
 
-def prepared(
+def cached(
     name: str,
     key: Mapping[str, Any],
     sources: Sequence[Path],
-    decode: Callable[[Workspace], Prepared],
+    decode: Callable[[Workspace], DecodedImages],
     progress: bool | None = None,
-) -> Prepared:
+) -> DecodedImages:
     """The decoded images of `sources` from the cache, decoding them if they are not there.
 
     Args:
         name: begins the name of the cache entry.
         key: what the result depends on apart from the sources.
         sources: files or folders; another path, size or time of change is another entry.
-        decode: what to do when they are not there.
-        progress: whether to show a bar; by default, when somebody is looking.
+        decode: called if they are not in the cache.
+        progress: whether to show a bar; by default, on a terminal.
     """
     stamp = {"layout": LAYOUT, "key": dict(key), "sources": [fingerprint(source) for source in sources]}
     digest = hashlib.sha256(json.dumps(stamp, sort_keys=True).encode()).hexdigest()
@@ -114,17 +121,17 @@ def fingerprint(source: Path) -> list[Any]:
     return [str(source.resolve()), len(lines), digest]
 
 
-def content(made: Prepared) -> str:
+def content(made: DecodedImages) -> str:
     """A digest of images, labels and names of classes: the same wherever the same data were decoded."""
     digest = hashlib.sha256(json.dumps([made.images.shape, made.meta.get("classes")]).encode())
     digest.update(made.labels.astype("<i8").tobytes())
-    for start in range(0, len(made.images), 1024):  # they may be more than fit into memory
+    for start in range(0, len(made.images), 1024):  # all at once may not fit into memory
         digest.update(np.ascontiguousarray(made.images[start : start + 1024]).tobytes())
     return digest.hexdigest()
 
 
-def _open(folder: Path) -> Prepared | None:
-    """The entry, or None when there is none; an entry that was damaged is removed."""
+def _open(folder: Path) -> DecodedImages | None:
+    """The entry, or None; a damaged entry is removed."""
     if not folder.is_dir():
         return None
     try:
@@ -133,7 +140,7 @@ def _open(folder: Path) -> Prepared | None:
         labels = np.load(folder / LABELS)
         if list(images.shape) != meta["shape"] or len(labels) != len(images):
             raise ValueError("shapes differ")
-        return Prepared(images, labels, meta["meta"], fingerprint=meta["content"])
+        return DecodedImages(images, labels, meta["meta"], fingerprint=meta["content"])
     except (FileNotFoundError, ValueError, KeyError, EOFError):
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -144,27 +151,26 @@ def _open(folder: Path) -> Prepared | None:
         ) from error
 
 
-def _make(folder: Path, decode: Callable[[Workspace], Prepared], progress: bool | None) -> None:
-    """Decode under a temporary name and rename; whatever goes wrong, the temporary folder is removed."""
+def _make(folder: Path, decode: Callable[[Workspace], DecodedImages], progress: bool | None) -> None:
+    """Decode under a temporary name and rename. The temporary folder is removed whatever happens."""
     root = folder.parent
-    with _named(root):
+    with _explained(root):
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        _remove_abandoned(root)
         temporary = root / f".{folder.name}-{uuid.uuid4().hex}"
         temporary.mkdir()
     try:
-        with bar_of(f"preparing {folder.name.rpartition('-')[0]}", progress) as report:
+        with report_bar(f"preparing {folder.name.rpartition('-')[0]}", progress) as report:
             made = decode(Workspace(report, temporary))
-        with _named(root):
-            _save(temporary / IMAGES, made.images)
-            _save(temporary / LABELS, made.labels.astype(np.int64))
-            with open(temporary / META, "w", encoding="utf-8") as file:
-                facts = {"shape": list(made.images.shape), "content": content(made), "meta": made.meta}
-                json.dump(facts, file, ensure_ascii=False)
-                file.flush()
-                os.fsync(file.fileno())
-            # Some systems refuse to rename a folder that holds a mapped file.
-            del made
+        facts = {"shape": list(made.images.shape), "content": content(made), "meta": made.meta}
+        with _explained(root):
+            if isinstance(made.images, np.memmap):
+                made.images.flush()
+            else:
+                _write(temporary / IMAGES, lambda file: np.save(file, np.ascontiguousarray(made.images)))
+            _write(temporary / LABELS, lambda file: np.save(file, made.labels.astype(np.int64)))
+            _write(temporary / META, lambda file: file.write(json.dumps(facts, ensure_ascii=False).encode()))
+            made.images = made.images[:0].copy()  # some systems refuse to rename a folder that holds a mapped file
             try:
                 os.replace(temporary, folder)
             except OSError:
@@ -175,9 +181,16 @@ def _make(folder: Path, decode: Callable[[Workspace], Prepared], progress: bool 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    with open(path, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
-def _named(root: Path) -> Iterator[None]:
-    """A disk that is full or not writable, as a message that says what can be done."""
+def _explained(root: Path) -> Iterator[None]:
+    """An error of the disk as a message that says what can be done."""
     try:
         yield
     except OSError as error:
@@ -187,18 +200,8 @@ def _named(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _save(path: Path, array: NDArray[Any]) -> None:
-    if isinstance(array, np.memmap) and str(array.filename) == str(path):
-        array.flush()  # msync: it is on the disk already
-        return
-    with open(path, "wb") as file:
-        np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sweep(root: Path) -> None:
-    """Remove what killed processes left behind, once it is old enough to belong to nobody."""
+def _remove_abandoned(root: Path) -> None:
+    """Remove the temporary folders of killed processes, a day after the last change."""
     for path in root.glob(".*-*"):
         with contextlib.suppress(OSError):
             if path.is_dir() and time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
@@ -206,18 +209,10 @@ def _sweep(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def bar_of(title: str, show: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """`report(done, total)` for a source: a bar, or nothing when nobody is looking."""
+def report_bar(title: str, show: bool | None) -> Iterator[Callable[[int, int], None]]:
+    """`report(done, total)` as a progress bar; by default, on a terminal."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda done, total: None
         return
-    # The total is known only when the source has counted its files.
-    with contextlib.ExitStack() as stack:
-        advance: list[Callable[..., None]] = []
-
-        def report(done: int, total: int) -> None:
-            if not advance:
-                advance.append(stack.enter_context(bar(title, total)))
-            advance[0](done)
-
-        yield report
+    with bar(title, None) as advance:
+        yield lambda done, total: advance(done, total=total)

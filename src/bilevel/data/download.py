@@ -1,37 +1,35 @@
-"""Fetching a file, only when the user asked for it: to a temporary name, verified, then renamed."""
+"""Downloads, made only when the user asks: to a temporary name, verified, then renamed."""
 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from bilevel.data.cache import report_bar
 from bilevel.errors import BilevelError
-from bilevel.progress import bar
 
 SECONDS = 30
 CHUNK = 2**16
 
 
 def fetch(address: str, target: Path, verify: Callable[[Path], None], limit: int, progress: bool | None = None) -> Path:
-    """Download `address` to `target`; what fails `verify`, or is cut short, never gets that name.
+    """Download `address` to `target`. A file that fails `verify` or is incomplete never gets that name.
 
     Args:
         address: https only.
         target: where the file goes; its folder is made.
         verify: raises a BilevelError when the file at the path it is given is not what was wanted.
-        limit: bytes after which the download is given up.
-        progress: whether to show a bar; by default, when somebody is looking.
+        limit: the largest number of bytes that are accepted.
+        progress: whether to show a bar; by default, on a terminal.
     """
     if not address.startswith("https://"):
         raise BilevelError(f"{address} is not fetched: only https addresses are.")
-    show = sys.stderr.isatty() if progress is None else progress
     temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -39,15 +37,14 @@ def fetch(address: str, target: Path, verify: Callable[[Path], None], limit: int
         temporary = Path(name)
         with os.fdopen(handle, "wb") as file, urllib.request.urlopen(address, timeout=SECONDS) as answer:
             total = int(answer.headers.get("Content-Length") or 0)
-            with bar(f"downloading {target.name}", total or limit) if show else nullcontext(None) as advance:
-                done = 0
+            done = 0
+            with report_bar(f"downloading {target.name}", progress) as report:
                 while chunk := answer.read(CHUNK):
                     done += len(chunk)
                     if done > limit:
                         raise BilevelError(f"{address} sent more than {limit:,} bytes; the download was given up.")
                     file.write(chunk)
-                    if advance is not None:
-                        advance(done)
+                    report(done, total or limit)
             if total and done != total:
                 raise BilevelError(f"{address} was cut off after {done:,} of {total:,} bytes; try again.")
             file.flush()

@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
-from bilevel.data import tree
 from bilevel.data.base import Source, Splits
-from bilevel.data.cache import Prepared, Workspace
-from bilevel.data.pictures import SUFFIXES, Mode, read_picture
+from bilevel.data.cache import DecodedImages, Workspace
+from bilevel.data.files import read_file
+from bilevel.data.pictures import SUFFIXES, ColourMode, UnreadablePicture, open_picture
+from bilevel.data.preparation import Kind, Preparation, prepared
 from bilevel.data.splits import split_classes
 from bilevel.errors import BilevelError
+
+# Sub-folders that hold the classes of each split.
+SPLITS = ("train", "val", "test")
+# A note names so many files, and counts the rest.
+NAMED = 5
 
 
 @dataclass(frozen=True)
 class Folder(Source):
     """`path/CLASS/*.png` and so on: class names are folder names, sorted; hidden files and other kinds are left out.
 
+    Or `path/train/CLASS/*.png`, `path/val/…` and `path/test/…`, which decide how the classes are split.
+
     Args:
         path: the folder.
-        size: side of the images; each is cut to its largest centred square and scaled. None keeps them as they are, and
-            they must then all have one size.
+        size: side of the images; see `bilevel.data.preparation.Preparation`. None keeps photographs as they are, and
+            they must then all have one size; drawings are brought to 28 pixels.
         mode: "RGB" or "L" (grayscale). Images of another mode, 16-bit and transparent ones are converted, and what was
             converted is said once.
-        invert: black on white becomes white on black, as in Omniglot and Glyphs.
+        prepare: "photograph", "drawing" or "gray-drawing": how pictures are prepared.
+        invert: black on white becomes white on black. None finds the polarity of drawings and leaves photographs.
+        strict: whether an unreadable picture is an error; otherwise it is left out and listed in the notes.
         seed: of the split of the classes.
-        fractions: shares of the classes for train, val and test.
+        fractions: shares of the classes for train, val and test, where the folder has no `train/`, `val/` and `test/`.
     """
 
     path: Path = Path()
     size: int | None = None
-    mode: Mode = "RGB"
-    invert: bool = False
+    mode: ColourMode = "RGB"
+    prepare: Kind = "photograph"
+    invert: bool | None = None
+    strict: bool = True
     seed: int = 0
     fractions: tuple[float, float, float] = (1.0, 0.0, 0.0)
 
     name: ClassVar[str] = "folder"
+    version: ClassVar[int] = 2
     after: ClassVar[tuple[str, ...]] = ("seed", "fractions", "path")
 
     def files(self, root: Path) -> list[Path]:
@@ -54,34 +68,101 @@ class Folder(Source):
             raise BilevelError(f"There is no folder {self.path}; pass one that holds a folder of images per class.")
         return [self.path]
 
-    def decode(self, root: Path, work: Workspace) -> Prepared:
-        classes = class_files(self.path)
-        files = [file for members in classes.values() for file in members]
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
+        parts = split_folders(self.path)
+        found = {part: class_files(self.path / part if part else self.path) for part in parts or [""]}
+        twice = [name for name, count in Counter(name for part in found.values() for name in part).items() if count > 1]
+        if twice:
+            raise BilevelError(
+                f"The class {twice[0]} is in more than one of {', '.join(f'{self.path / part}' for part in parts)}; "
+                "each class belongs to one split, because test classes must be new to the model."
+            )
+        classes = {name: files for part in found.values() for name, files in part.items()}
+        files = [(number, file) for number, members in enumerate(classes.values()) for file in members]
+        images, labels, notes = self._read(files, work)
+        missing = sorted(set(range(len(classes))) - set(labels.tolist()))
+        if missing:
+            raise BilevelError(f"No picture of the class {list(classes)[missing[0]]} can be read. {' '.join(notes)}")
+        meta: dict[str, Any] = {"classes": list(classes), "notes": notes}
+        if parts:
+            names = list(classes)
+            meta["splits"] = {part: [names.index(name) for name in found.get(part, {})] for part in SPLITS}
+        return DecodedImages(images, labels, meta)
+
+    def _read(self, files: list[tuple[int, Path]], work: Workspace) -> tuple[Any, NDArray[np.int64], list[str]]:
+        """The images, their classes, and notes on what was converted or left out."""
         converted: Counter[str] = Counter()
-        images = np.empty((0, 0, 0, 0), np.uint8)
-        for number, file in enumerate(files):
-            image, done = read_file(file, self.mode, self.size)
-            if number == 0:
-                images = work.empty((len(files), *image.shape))
-            if image.shape != images.shape[1:]:
-                raise BilevelError(
-                    f"{file} is {image.shape[1]}×{image.shape[0]} and {files[0]} is {images.shape[2]}×"
-                    f"{images.shape[1]}; pass size=… or --image-size … (84, say) to bring all to one size."
-                )
-            images[number] = 255 - image if self.invert else image
-            converted[done] += 1
+        left_out: list[str] = []
+        labels: list[int] = []
+        images, how = np.empty((0, 0, 0, 0), np.uint8), None
+        first = files[0][1]
+        for number, (label, file) in enumerate(files):
             if number % 50 == 49 or number + 1 == len(files):
                 work.report(number + 1, len(files))
+            try:
+                picture = open_picture(read_file(file), str(file))
+                if how is None:
+                    how, first = self._preparation(picture), file
+                    images = work.empty((len(files), how.height, how.width, how.channels))
+                if self.size is None and not how.draws:
+                    _check_size(picture, file, first, how)
+                made = prepared(picture, str(file), how)
+            except UnreadablePicture as error:
+                if self.strict:
+                    raise
+                left_out.append(str(error))
+                continue
+            images[len(labels)] = made.image
+            labels.append(label)
+            converted[made.converted] += 1
         notes = [
             f"{count} of {len(files)} images were {kind} and were converted to 8-bit {self.mode}."
             for kind, count in sorted(converted.items())
             if kind
         ]
-        labels = np.repeat(np.arange(len(classes)), [len(members) for members in classes.values()])
-        return Prepared(images, labels, {"classes": list(classes), "notes": notes})
+        if left_out:
+            more = f" And {len(left_out) - NAMED} more." if len(left_out) > NAMED else ""
+            notes.append(f"{len(left_out)} unreadable pictures were left out. {' '.join(left_out[:NAMED])}{more}")
+        images = np.array(images[: len(labels)]) if left_out else images
+        return images, np.array(labels, np.int64), notes
+
+    def _preparation(self, picture: Image.Image) -> Preparation:
+        """How all pictures are prepared; the first one decides about the size where none was given."""
+        width = height = self.size or 28
+        if self.size is None and self.prepare == "photograph":
+            width, height = ImageOps.exif_transpose(picture).size
+        channels = 1 if self.mode == "L" else 3
+        return Preparation(self.prepare, channels, height, width, invert=self.invert)
+
+    def preparation(self, shape: Sequence[int]) -> Preparation:
+        height, width, channels = shape
+        return Preparation(self.prepare, channels, height, width, invert=self.invert)
 
     def splits(self, meta: Mapping[str, Any]) -> Splits:
-        return split_classes(len(meta["classes"]), self.seed, self.fractions)
+        given: Splits | None = meta.get("splits")
+        return given or split_classes(len(meta["classes"]), self.seed, self.fractions)
+
+
+def split_folders(path: Path) -> list[str]:
+    """Those of `train/`, `val/` and `test/` that a folder of splits has; none where it holds classes directly."""
+    there = [entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    held = [name for name in SPLITS if name in there and any(inner.is_dir() for inner in (path / name).iterdir())]
+    others = [name for name in there if name not in SPLITS]
+    if held and others:
+        raise BilevelError(
+            f"{path} holds {', '.join(f'{name}/' for name in held)} with class folders and {others[0]}/ beside them. "
+            "Put all classes into train/, val/ and test/, or all directly into the folder."
+        )
+    return held
+
+
+def _check_size(picture: Image.Image, file: Path, first: Path, how: Preparation) -> None:
+    width, height = ImageOps.exif_transpose(picture).size
+    if (width, height) != (how.width, how.height):
+        raise BilevelError(
+            f"{file} is {width}×{height} and {first} is {how.width}×{how.height}; pass size=… or --image-size … (84, "
+            "say) to bring all to one size."
+        )
 
 
 def class_files(path: Path) -> dict[str, list[Path]]:
@@ -124,8 +205,3 @@ def search(folder: Path) -> tuple[list[Path], list[Path]]:
         images += found
         others += [here / name for name in names if here / name not in found]
     return sorted(images, key=str), sorted(others, key=str)
-
-
-def read_file(file: Path, mode: Mode, size: int | None = None) -> tuple[NDArray[np.uint8], str]:
-    """One image file as H×W×C, and what it was converted from ("" when nothing was needed)."""
-    return read_picture(tree.read_file(file), str(file), mode, size)

@@ -11,7 +11,8 @@ import numpy as np
 
 from bilevel.data import places
 from bilevel.data.base import Source, Splits
-from bilevel.data.cache import Prepared, Workspace
+from bilevel.data.cache import DecodedImages, Workspace
+from bilevel.data.preparation import Kind
 from bilevel.data.splits import split_classes
 from bilevel.errors import BilevelError
 
@@ -35,6 +36,7 @@ class Glyphs(Source):
     drawing_seed: int = 0
 
     name: ClassVar[str] = "glyphs"
+    pictures: ClassVar[Kind] = "gray-drawing"
     version: ClassVar[int] = 1
     needs_files: ClassVar[bool] = False
     after: ClassVar[tuple[str, ...]] = ("seed", "split")
@@ -47,23 +49,23 @@ class Glyphs(Source):
             raise BilevelError(f"drawing_seed={self.drawing_seed} must be a whole number from 0 to 2⁶⁴ − 1.")
         return []
 
-    def decode(self, root: Path, work: Workspace) -> Prepared:
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
         # Imported here, because looking at the fonts imports matplotlib.
         from bilevel.data import _pens, _scripts
 
         chosen = _scripts.characters()
-        drawers = _pens.Drawers.hire(self.drawing_seed, self.drawers)
+        hands = _pens.drawers(self.drawing_seed, self.drawers)
         images = np.empty((len(chosen) * self.drawers, _pens.SIDE, _pens.SIDE, 1), np.uint8)
         for number, character in enumerate(chosen):
             rows = slice(number * self.drawers, (number + 1) * self.drawers)
             # The stream is the character's own, so that its drawings do not depend on which others there are.
             dice = _pens.Dice(self.drawing_seed, 1 + character.code)
-            images[rows, :, :, 0] = _pens.draw(character.shapes, drawers, dice)
+            images[rows, :, :, 0] = _pens.draw(character.shapes, hands, dice)
             work.report(number + 1, len(chosen))
         labels = np.repeat(np.arange(len(chosen)), self.drawers)
         parts = {script: part for script, (part, _) in _scripts.SCRIPTS.items()}
         meta = {"classes": [character.title for character in chosen], "parts": [parts[c.script] for c in chosen]}
-        return Prepared(images, labels, meta)
+        return DecodedImages(images, labels, meta)
 
     def splits(self, meta: Mapping[str, Any]) -> Splits:
         if self.split == "character":

@@ -11,16 +11,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from bilevel.data import tree
-from bilevel.data.archives import Limits
 from bilevel.data.base import Source, Splits
-from bilevel.data.cache import Prepared, Workspace
-from bilevel.data.pictures import read_picture
+from bilevel.data.cache import DecodedImages, Workspace
+from bilevel.data.files import ArchiveLimits, locate, missing, open_tree, read_file
+from bilevel.data.preparation import Preparation, prepare
 from bilevel.errors import BilevelError
 
 LISTS = ("train", "val", "test")
 SIDE = 84
-LIMITS = Limits(members=200_000, member=32 * 2**20, total=32 * 2**30)
+LIMITS = ArchiveLimits(members=200_000, member=32 * 2**20, total=32 * 2**30)
 GET = (
     "Make images.zip (or a folder images/) with the 60,000 images named in Ravi and Larochelle's train.csv, val.csv "
     "and test.csv, from ImageNet, whose terms of use you have to accept; image-net.org has the images and the "
@@ -46,33 +45,34 @@ class MiniImagenet(Source):
     def files(self, root: Path) -> list[Path]:
         if self.size < 1:
             raise BilevelError(f"size={self.size} is no size of an image; pass a number of pixels, 84 or 42 say.")
-        images = tree.locate(root, self.name, "images")
+        images = locate(root, self.name, "images")
         where = root / self.name if images is None else images.parent
         lists = [where / f"{part}.csv" for part in LISTS]
         lost = ["images.zip (nor folder images/)"] if images is None else []
         lost += [path.name for path in lists if not path.is_file()]
         if lost or images is None:
-            raise tree.missing("MiniImagenet", root, lost, self.name, GET)
+            raise missing("MiniImagenet", root, lost, self.name, GET)
         return [images, *lists]
 
-    def decode(self, root: Path, work: Workspace) -> Prepared:
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
         images, *lists = self.files(root)
         wanted = [(part, *row) for part, path in zip(LISTS, lists, strict=True) for row in _rows(path)]
         classes = sorted({label for _, _, label in wanted})
         index = {label: number for number, label in enumerate(classes)}
         chosen = {part: sorted({index[label] for where, _, label in wanted if where == part}) for part in LISTS}
         pixels = work.empty((len(wanted), self.size, self.size, 3))
-        with tree.opened(images, LIMITS) as (names, read, say):
-            there = set(names)
+        how = Preparation("photograph", 3, self.size, self.size)
+        with open_tree(images, LIMITS) as tree:
+            there = set(tree.names)
             for number, (part, name, _) in enumerate(wanted):
                 if name not in there:
                     raise BilevelError(f"{part}.csv names {name}, which is not in {images}; the images are incomplete.")
-                pixels[number] = read_picture(read(name), say(name), "RGB", self.size)[0]
+                pixels[number] = prepare(tree.read(name), tree.describe(name), how).image
                 if number % 200 == 0:
                     work.report(number, len(wanted))
         work.report(len(wanted), len(wanted))
         labels = np.array([index[label] for _, _, label in wanted], np.int64)
-        return Prepared(pixels, labels, {"classes": classes, "splits": chosen})
+        return DecodedImages(pixels, labels, {"classes": classes, "splits": chosen})
 
     def splits(self, meta: Mapping[str, Any]) -> Splits:
         return {part: meta["splits"][part] for part in LISTS}
@@ -80,7 +80,7 @@ class MiniImagenet(Source):
 
 def _rows(path: Path) -> list[tuple[str, str]]:
     try:
-        rows = list(csv.DictReader(io.StringIO(tree.read_file(path).decode("utf-8-sig"))))
+        rows = list(csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig"))))
         pairs = [(row["filename"].strip(), row["label"].strip()) for row in rows]
     except (KeyError, AttributeError, UnicodeDecodeError, csv.Error) as error:
         raise BilevelError(f"{path} is not a list of images; its first line must be filename,label.") from error

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.data import tree
-from bilevel.data.archives import gunzip
 from bilevel.data.base import Source, Splits
-from bilevel.data.cache import Prepared, Workspace
+from bilevel.data.cache import DecodedImages, Workspace
+from bilevel.data.files import gunzip, missing, read_file
+from bilevel.data.preparation import Kind
 from bilevel.data.splits import split_classes
 from bilevel.errors import BilevelError
 
@@ -32,6 +32,7 @@ class MNIST(Source):
     seed: int = 0
 
     name: ClassVar[str] = "mnist"
+    pictures: ClassVar[Kind] = "gray-drawing"
 
     def files(self, root: Path) -> list[Path]:
         found, lost = [], []
@@ -44,10 +45,10 @@ class MNIST(Source):
                 found.append(there)
         if lost:
             get = "Download the four IDX files from a mirror of yann.lecun.com/exdb/mnist."
-            raise tree.missing("MNIST", root, lost, self.name, get)
+            raise missing("MNIST", root, lost, self.name, get)
         return found
 
-    def decode(self, root: Path, work: Workspace) -> Prepared:
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
         arrays = []
         for number, path in enumerate(self.files(root)):
             arrays.append(_idx(path, dimensions=3 if "images" in path.name else 1))
@@ -58,7 +59,7 @@ class MNIST(Source):
                 raise BilevelError(f"MNIST's {part} files hold {len(images)} images and {len(digits)} labels.")
         labels = np.concatenate([train_labels, test_labels]).astype(np.int64)
         meta = {"classes": [str(digit) for digit in range(10)], "train": len(train), "test": len(test)}
-        return Prepared(np.concatenate([train, test])[..., None], labels, meta)
+        return DecodedImages(np.concatenate([train, test])[..., None], labels, meta)
 
     def splits(self, meta: Mapping[str, Any]) -> Splits:
         return split_classes(10, self.seed, (0.6, 0.2, 0.2))
@@ -68,7 +69,7 @@ class MNIST(Source):
 
 
 def _idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    contents = gunzip(path, LIMIT) if path.suffix == ".gz" else tree.read_file(path)
+    contents = gunzip(path, LIMIT) if path.suffix == ".gz" else read_file(path)
     header = 4 + 4 * dimensions
     # Two zero bytes, 8 for unsigned bytes, the number of dimensions, and each dimension as a big-endian integer.
     if len(contents) < header or contents[:4] != bytes((0, 0, 8, dimensions)):

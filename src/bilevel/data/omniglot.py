@@ -13,22 +13,19 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.data import download, tree
-from bilevel.data.archives import Limits
+from bilevel.data import download
 from bilevel.data.base import Source, Splits
-from bilevel.data.cache import Prepared, Workspace
+from bilevel.data.cache import DecodedImages, Workspace
+from bilevel.data.drawings import nearest
+from bilevel.data.files import ArchiveLimits, locate, missing, open_tree
 from bilevel.data.pictures import open_picture
+from bilevel.data.preparation import Kind
 from bilevel.data.splits import shuffled
 from bilevel.errors import BilevelError
 
 ADDRESS = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
 SETS = ("images_background", "images_evaluation")
-# Of the official archives as published: the whole file.
-MD5 = {
-    "images_background": "68d2efa1b9178cc56df9314c21c6e718",
-    "images_evaluation": "6b91aef0f799c5bb55b94e3f2daec811",
-}
-# Of the drawings themselves, whichever way they were packed: names and pixels in sorted order.
+# Of the names and pixels of the drawings in sorted order, so that it does not matter how they are packed.
 SHA256 = {
     "images_background": "a124c5a5a976a2325d0833f6ed0f099009f18539b78de62d281d2188a44c0646",
     "images_evaluation": "aea28c3ae3e13f70f5ca1e76e5dc886e9f9958b67730065a5efab5629664ea76",
@@ -36,9 +33,7 @@ SHA256 = {
 CHARACTERS = {"images_background": 964, "images_evaluation": 659}
 DRAWING = re.compile(r"^([^/]+)/(character\d+)/(\d+_\d+)\.png$")
 SIDE, FULL = 28, 105
-LIMITS = Limits(members=100_000, member=2**20, total=2**28)
-# Nearest neighbour from 105 to 28: the pixel that holds the centre of each target pixel.
-NEAREST = ((2 * np.arange(SIDE) + 1) * FULL) // (2 * SIDE)
+LIMITS = ArchiveLimits(members=100_000, member=2**20, total=2**28)
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,13 @@ class Omniglot(Source):
     seed: int = 0
 
     name: ClassVar[str] = "omniglot"
+    pictures: ClassVar[Kind] = "drawing"
 
     def files(self, root: Path) -> list[Path]:
-        found = {name: tree.locate(root, self.name, name) for name in SETS}
+        found = {name: locate(root, self.name, name) for name in SETS}
         lost = [name for name, path in found.items() if path is None]
         if lost:
-            raise tree.missing(
+            raise missing(
                 "Omniglot",
                 root,
                 [f"{name}.zip (nor folder {name}/)" for name in lost],
@@ -68,18 +64,18 @@ class Omniglot(Source):
             )
         return [path for path in found.values() if path is not None]
 
-    def decode(self, root: Path, work: Workspace) -> Prepared:
+    def decode(self, root: Path, work: Workspace) -> DecodedImages:
         drawings: dict[str, list[NDArray[np.uint8]]] = {}
         done = 0
         for path in self.files(root):
             expected = CHARACTERS[path.stem]
             before = len(drawings)
-            with tree.opened(path, LIMITS) as (names, read, say):
-                for name in names:
+            with open_tree(path, LIMITS) as tree:
+                for name in tree.names:
                     if (match := DRAWING.match(name)) is None:
                         continue
-                    ink = drawing(read(name), say(name))
-                    drawings.setdefault(f"{match[1]}/{match[2]}", []).append(ink[np.ix_(NEAREST, NEAREST)])
+                    ink = drawing(tree.read(name), tree.describe(name))
+                    drawings.setdefault(f"{match[1]}/{match[2]}", []).append(nearest(ink, SIDE))
                     done += 1
                     if done % 100 == 0:
                         work.report(done, 20 * sum(CHARACTERS.values()))
@@ -97,7 +93,7 @@ class Omniglot(Source):
                 "incomplete. Download it again."
             )
         images = np.concatenate([np.stack(drawings[name]) for name in classes])[..., None]
-        return Prepared(images, np.repeat(np.arange(len(classes)), 20), {"classes": classes})
+        return DecodedImages(images, np.repeat(np.arange(len(classes)), 20), {"classes": classes})
 
     def splits(self, meta: Mapping[str, Any]) -> Splits:
         order = shuffled(len(meta["classes"]), self.seed)
@@ -111,7 +107,7 @@ class Omniglot(Source):
     def fetch(self, root: Path, progress: bool | None = None) -> list[Path]:
         paths = []
         for name in SETS:
-            found = tree.locate(root, self.name, name)
+            found = locate(root, self.name, name)
             if found is None:
                 target = root / self.name / f"{name}.zip"
                 found = download.fetch(ADDRESS + target.name, target, partial(verify, name=name), 64 * 2**20, progress)
@@ -130,18 +126,17 @@ def drawing(contents: bytes, name: str) -> NDArray[np.uint8]:
 def pixels_digest(path: Path, name: str | None = None) -> str:
     """SHA-256 over the names and pixels of all drawings in a zip file or folder."""
     digest = hashlib.sha256()
-    with tree.opened(path, LIMITS, top=name) as (files, read, say):
-        for file in files:
+    with open_tree(path, LIMITS, top=name) as tree:
+        for file in tree.names:
             if DRAWING.match(file):
-                digest.update(file.encode() + b"\0" + np.packbits(drawing(read(file), say(file)) > 0).tobytes())
+                ink = drawing(tree.read(file), tree.describe(file)) > 0
+                digest.update(file.encode() + b"\0" + np.packbits(ink).tobytes())
     return digest.hexdigest()
 
 
 def verify(path: Path, name: str | None = None) -> None:
     """Raise unless `path` holds exactly the drawings of the official archive of that name."""
     name = name or path.stem
-    if path.is_file() and hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest() == MD5[name]:
-        return
     found = pixels_digest(path, name)
     if found != SHA256[name]:
         raise BilevelError(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import warnings
+from contextlib import suppress
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -12,23 +15,18 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bilevel.errors import BilevelError
 
-Mode = Literal["L", "RGB"]
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm")
-# Only these decoders are run on what users bring.
-FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
+ColourMode = Literal["L", "RGB"]
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"),
+    *(".avif", ".heic", ".heif"),
+)
+# Only these decoders are run on what users bring; the last two where Pillow has them.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
 
 
-def read_picture(contents: bytes, name: str, mode: Mode, size: int | None = None) -> tuple[NDArray[np.uint8], str]:
-    """The picture as H×W×C and what it was converted from ("" when nothing was needed)."""
-    picture = open_picture(contents, name)
-    try:
-        picture, done = convert(picture, mode)
-        return to_array(picture, size), done
-    except (OSError, ValueError) as error:
-        raise BilevelError(
-            f"The image {name} cannot be converted to {mode}: {error}. Save it as an 8-bit PNG."
-        ) from error
+class UnreadablePicture(BilevelError):
+    """A picture that cannot be decoded or converted."""
 
 
 def open_picture(contents: bytes, name: str) -> Image.Image:
@@ -36,21 +34,42 @@ def open_picture(contents: bytes, name: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            picture = Image.open(io.BytesIO(contents), formats=FORMATS)
+            picture = Image.open(io.BytesIO(contents), formats=_formats())
         if picture.width * picture.height > MAX_PIXELS:
             raise ValueError(f"{picture.width}×{picture.height} is larger than {MAX_PIXELS:,} pixels")
         picture.load()
         return picture
     except UnidentifiedImageError:
-        reason = "it is no picture of a known kind" if contents else "the file is empty"
+        reason = _unidentified(contents)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
         reason = str(error)
-    raise BilevelError(
-        f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(FORMATS)} are read)."
+    raise UnreadablePicture(
+        f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(_formats())} are read)."
     )
 
 
-def convert(picture: Image.Image, mode: Mode) -> tuple[Image.Image, str]:
+@cache
+def _formats() -> tuple[str, ...]:
+    """The formats that can be read here: AVIF since Pillow 11.3, HEIC with the package pillow-heif."""
+    with suppress(ImportError):
+        importlib.import_module("pillow_heif").register_heif_opener()
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _unidentified(contents: bytes) -> str:
+    """Why Pillow knows no decoder; an ISO base media file says after "ftyp" what it is."""
+    if not contents:
+        return "the file is empty"
+    brand = contents[8:12] if contents[4:8] == b"ftyp" else b""
+    if brand in (b"avif", b"avis") and "AVIF" not in _formats():
+        return "AVIF needs Pillow 11.3 or later"
+    if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") and "HEIF" not in _formats():
+        return "HEIC needs the package pillow-heif (pip install pillow-heif)"
+    return "it is no picture of a known kind"
+
+
+def convert(picture: Image.Image, mode: ColourMode) -> tuple[Image.Image, str]:
     """The picture as 8-bit gray or colour, upright, and what had to be done for it ("" for nothing).
 
     Transparent pixels become white; 16-bit values are divided by 257, so that black stays 0 and white becomes 255.
@@ -77,10 +96,8 @@ def convert(picture: Image.Image, mode: Mode) -> tuple[Image.Image, str]:
     return (turned if turned.mode == mode else turned.convert("RGB").convert(mode)), done
 
 
-def to_array(picture: Image.Image, size: int | None = None) -> NDArray[np.uint8]:
-    """H×W×C; with a size, the largest centred square scaled to size×size."""
-    if size is not None and picture.size != (size, size):
-        picture = ImageOps.fit(picture, (size, size), Image.Resampling.BILINEAR)
+def to_array(picture: Image.Image) -> NDArray[np.uint8]:
+    """H×W×C."""
     array = np.asarray(picture, dtype=np.uint8)
     return array[:, :, None] if array.ndim == 2 else array
 
@@ -100,7 +117,7 @@ def background(picture: Image.Image) -> tuple[int, ...]:
     return tuple(int(value) for value in np.median(border(picture), axis=0))
 
 
-def to_shape(picture: Image.Image, height: int, width: int, whole: bool) -> NDArray[np.uint8]:
+def to_shape(picture: Image.Image, height: int, width: int, whole: bool = False) -> NDArray[np.uint8]:
     """H×W×C, scaled as one: with the whole picture in it and the sides filled with the background, or its middle."""
     if picture.size != (width, height) and not whole:
         picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)

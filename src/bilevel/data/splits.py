@@ -1,4 +1,4 @@
-"""Dealing classes out: a function of the seed alone, the same on every machine."""
+"""Splits of classes: a function of the seed alone, the same on every machine."""
 
 from __future__ import annotations
 

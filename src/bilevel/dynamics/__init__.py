@@ -1,4 +1,4 @@
-"""Dynamics Φ: one file each. A new file here is found by the conformance battery and by the command line."""
+"""Dynamics Φ: one file each. The conformance battery and the command line find new files here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dynamics Φ is, and the few operations that all of them share."""
+"""The base class of dynamics Φ, and the operations that they share."""
 
 from __future__ import annotations
 
@@ -27,17 +27,27 @@ class Dynamics(ABC):
     """One optimisation algorithm: w_t = Φ_t(w_{t−1}, λ), t = 1…T (Section 2.3).
 
     A dynamics holds settings only. Every setting may be a number, a tensor, a tree like w (a value per parameter) or a
-    function of t that returns one of these (a schedule). To learn a setting, pass a function of λ where a dynamics is
-    asked for: `dynamics=lambda lam: GradientDescent(lr=lam["lr"].exp())`.
+    function of t that returns one of these (a schedule). To learn a setting, pass a function of λ as the dynamics:
+    `dynamics=lambda lam: GradientDescent(lr=lam["lr"].exp())`.
     """
 
-    # No leaf of the next w is computed from another leaf of the next w. Where a step does not say so, its leaves are
-    # separated in the graph before the next gradient is taken, which costs a few microseconds.
+    # True promises that no leaf of the next w is computed from another leaf of the next w. Otherwise the engine
+    # separates the leaves in the graph before it takes the next gradient, which costs a few microseconds.
     leafwise: ClassVar[bool] = False
+    # True if a step needs the map or the residuals of a problem that is given by equations; see `EquationLoss`.
+    equations: ClassVar[bool] = False
+    # False if a step is a solver of its own that runs to a tolerance: only methods that do not differentiate the steps
+    # may be used, which means `Implicit`.
+    differentiable: ClassVar[bool] = True
+    # True if late steps may leave w where it is: at a tolerance, or where a line search finds no smaller value. Their
+    # derivative does not shrink, so that `Truncated`, which relies on it, is refused.
+    stops: ClassVar[bool] = False
+    # Settings that decide when to stop or which way to go, and have no derivative.
+    undifferentiated: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        # What is said of a step does not hold for a step that overrides it.
+        # A promise about a step does not hold for a step that overrides it.
         if "step" in vars(cls) and "leafwise" not in vars(cls):
             cls.leafwise = False
 
@@ -55,7 +65,7 @@ class Dynamics(ABC):
     def heavy_ball_form(self, t: int) -> tuple[Any, Any] | None:
         """`(lr, momentum)` where step t is v ← momentum·v − lr·∇L(w), w ← w + v, v_0 = 0; None where it is not.
 
-        `Spectral`, `Reversible` and the certificates ask for it.
+        `Spectral`, `Reversible` and the certificates use it.
         """
         return None
 
@@ -77,6 +87,14 @@ class Dynamics(ABC):
         """
         return None
 
+    def iterations(self, state: Tree) -> int | None:
+        """For a dynamics that stops at a tolerance: how many steps it took so far; None for all others."""
+        return None
+
+    def finished(self, state: Tree) -> bool:
+        """Whether the next steps would change nothing, because a tolerance is reached."""
+        return False
+
     @classmethod
     def examples(cls) -> list[Self]:
         """Instances for the conformance battery of `bilevel.testing`, fit for a loss with curvature in [0.5, 4]."""
@@ -89,6 +107,30 @@ class Dynamics(ABC):
             ) from None
 
 
+@dataclass(frozen=True)
+class EquationLoss:
+    """½‖r(w)‖² as the loss of a step, together with the residual r and, where it is like w, the map Φ(w) = w − r(w)."""
+
+    value: Loss
+    residual: Callable[[Tree], Tree]
+    fixed_point: Callable[[Tree], Tree] | None
+
+    def __call__(self, w: Tree) -> Tensor:
+        return self.value(w)
+
+
+def mapped(loss: Loss, w: Tree, dynamics: Any) -> Tree:
+    """Φ(w), for a dynamics that iterates the map of the problem."""
+    fixed_point = getattr(loss, "fixed_point", None)
+    if fixed_point is None:
+        raise BilevelError(
+            f"{dynamics} iterates the map of a fixed point, and this problem has none. Write "
+            "Problem(fixed_point=…, outer=…, init=…) or Problem(root=…, …); to minimise an inner objective use "
+            "GradientDescent(lr) or another dynamics."
+        )
+    return fixed_point(w)
+
+
 def gradient(loss: Loss, w: Tree) -> Tree:
     """∇L(w) as a tree like w; differentiable itself exactly when gradients are enabled around the call."""
     points, rebuild = _take_apart(w)
@@ -96,7 +138,7 @@ def gradient(loss: Loss, w: Tree) -> Tree:
 
 
 def gradient_step(loss: Loss, w: Tree, lr: Any) -> Tree:
-    """w − lr·∇L(w), which most dynamics are made of; the tree is taken apart and put together once."""
+    """w − lr·∇L(w); the tree is flattened and rebuilt once."""
     if not isinstance(lr, (int, float)):
         return update(lambda point, slope, rate: point - rate * slope, w, gradient(loss, w), settings=(lr,))
     points, rebuild = _take_apart(w)
@@ -111,17 +153,17 @@ def _slopes(loss: Loss, points: list[Tensor], rebuild: Callable[[list[Tensor]], 
         live = [point if point.requires_grad else point.detach().requires_grad_() for point in points]
         parts = torch.autograd.grad(loss(rebuild(live)), live, create_graph=differentiable, allow_unused=True)
     return [
-        # The gradient of an embedding may be sparse, and few operations take a sparse tensor.
+        # The gradient of an embedding may be sparse, which few operations support.
         torch.zeros_like(point) if part is None else part if part.layout == torch.strided else part.to_dense()
         for point, part in zip(points, parts, strict=True)
     ]
 
 
 def _take_apart(w: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
-    """The leaves of w and the way back.
+    """The leaves of w, and a function that rebuilds w from leaves.
 
-    Tensors and flat dicts and lists of them go without the tree library, whose calls cost a tenth of a small step. The
-    order of the leaves is therefore not that of `trees.leaves`.
+    Tensors and flat dicts and lists of tensors are handled without the tree library, whose calls cost a tenth of a
+    small step. The order of the leaves is therefore not that of `trees.leaves`.
     """
     if isinstance(w, Tensor):
         return [w], operator.itemgetter(0)
@@ -182,8 +224,8 @@ def zeros_like(w: Tree) -> Tree:
 def root(x: Tensor) -> Tensor:
     """√x with derivative 0 at x = 0, where the plain root's is infinite.
 
-    A weight whose gradient was zero at every step so far has second moment 0. The step g/(√v + ε) has derivative 1/ε
-    there, and it is the numerator that carries it; the root's own infinite slope would turn that into NaN.
+    A weight whose gradient was zero at every step so far has second moment v = 0. The step g/(√v + ε) has derivative
+    1/ε with respect to g there; the infinite slope of a plain root would turn it into NaN.
     """
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, torch.ones_like(x)).sqrt(), torch.zeros_like(x))

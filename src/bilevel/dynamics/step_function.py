@@ -1,4 +1,4 @@
-"""Any function of the user's as a dynamics."""
+"""A step function as a dynamics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _nothing(w: Tree) -> tuple[()]:
 
 @dataclass(frozen=True)
 class StepFunction(Dynamics):
-    """`function(loss, w, state, t) -> (w, state)` as a dynamics, with `start(w)` its first auxiliary state.
+    """`function(loss, w, state, t) -> (w, state)` as a dynamics; `start(w)` is the auxiliary state before step 1.
 
-    Where a dynamics is asked for, a function with these four parameters can be passed as it is. It may take gradients
-    in any way, `torch.autograd.grad(loss(w), …, create_graph=True)` or `bilevel.gradient(loss, w)`, which is faster
-    where no graph is needed.
+    A function with these four parameters can be passed as the dynamics itself. It may compute gradients in any way:
+    `torch.autograd.grad(loss(w), …, create_graph=True)`, or `bilevel.gradient(loss, w)`, which is faster where no graph
+    is needed.
     """
 
     function: Callable[[Loss, Tree, Tree, int], tuple[Tree, Tree]]

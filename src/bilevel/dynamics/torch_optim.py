@@ -40,9 +40,7 @@ class TorchOptim(Dynamics):
 
     Settings are the optimiser's own; each may be a function of t. A learned step size (a tensor as `lr`) works with
     SGD, Adam, AdamW, NAdam and RAdam; the other classes of torch 2.13 refuse it or lose its gradient, and both are
-    reported as errors.
-
-    What the optimiser keeps per parameter is the auxiliary state, and is differentiated.
+    errors here. The optimiser's state per parameter is the auxiliary state, and is differentiated.
     """
 
     optimizer: Any
@@ -79,13 +77,13 @@ class TorchOptim(Dynamics):
         return -decay if at(self.settings.get("maximize", False), t) else decay
 
     def init(self, w: Tree) -> Tree:
-        # The classes create their state lazily, at the first step.
+        # The classes of torch create their state at the first step.
         return [{} for _ in trees.leaves(w)]
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         points, spec = trees.flatten(w)
         grads = trees.leaves(gradient(loss, w))
-        # The optimiser writes into its parameters and its state: give it copies that remember where they came from.
+        # The optimiser writes into its parameters and its state, so it gets copies, which stay in the graph.
         parameters = [point.clone() for point in points]
         settings = {k: at(v, t) for k, v in self.settings.items()}
         self._refuse_what_cannot_be_learned(settings)
@@ -118,8 +116,8 @@ class TorchOptim(Dynamics):
 
 
 def _own(key: str, value: Any) -> Any:
-    """A copy of an entry of the state that the optimiser may write to; the count of steps, and what ASGD computes from
-    it, are tensors too, but no variables."""
+    """A copy of an entry of the state for the optimiser to write to. The count of steps, and ASGD's `eta` and `mu`, are
+    tensors but not variables, so they are detached."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone() if key in ("step", "eta", "mu") else value.clone()
@@ -131,11 +129,10 @@ def _detached_unless_recording(value: Any) -> Any:
 
 
 class _Differentiable(TorchFunctionMode):
-    """Inside it, three things that `differentiable=True` leaves undone are done.
+    """A mode that corrects three operations that `differentiable=True` leaves wrong (torch 2.13).
 
-    Square roots of the adaptive optimisers are differentiable at 0, as those of our own dynamics are; SGD's first
-    momentum buffer, which torch cuts out of the graph, stays in it; and ASGD's average keeps the weight that it was
-    multiplied with, which torch overwrites.
+    Square roots of the adaptive optimisers get derivative 0 at 0, as in bilevel's own dynamics. SGD's first momentum
+    buffer, which torch detaches, stays in the graph. ASGD's average keeps a copy of the factor that torch overwrites.
     """
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:

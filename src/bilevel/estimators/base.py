@@ -11,25 +11,32 @@ from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor
 from typing_extensions import Self
 
 from bilevel.certificate import Certificate, certify
+from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
-from bilevel.estimators.criterion import Criterion
-from bilevel.estimators.descent import PLENTY, TETHERS, UNCHOSEN, Descent, Record, choose_tether
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
+from bilevel.estimators.search import PLENTY, TETHERS, UNCHOSEN, PenaltySearch, SearchRecord, choose_tether
+from bilevel.estimators.tables import FoldedTable
 from bilevel.progress import bar
+
+# The accuracy at which w is left to the certificate.
+CERTIFIED = 1e-10
 
 ARGUMENTS = """Args:
         penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
             feature for one per group.
         cv: the criterion: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, or an iterable
-            of (train, test) indices. None means 5 folds. Folds are shuffled.
+            of (train, test) indices. None means the leave-one-out error for a ridge, in closed form, and 5 folds
+            otherwise. Folds are dealt out evenly over the range of y, whatever the order of the rows.
         tether: what keeps penalties that are tuned on few rows from following chance: their distance from each other,
             times this strength, is added to the criterion (relative to its value, per row). 0 lets them go, inf makes
             them equal. "auto" chooses by nested cross-validation, unless there are 50 rows for every penalty.
@@ -97,8 +104,8 @@ class BilevelEstimator(BaseEstimator):
         return tags
 
     @abstractmethod
-    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
-        """The criterion for this data; X is scaled already, y has shape (rows, outputs)."""
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+        """The bilevel problem of this data; X is scaled already, y has shape (rows, outputs)."""
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
@@ -130,64 +137,73 @@ class BilevelEstimator(BaseEstimator):
         own = not shared and self._units_do_not_matter
         scale = _units(variance, groups) if own else np.ones(X.shape[1])
         X = _divided(X, scale, own=bool(self.fit_intercept))
-        criterion = self._criterion(X, outputs, folds)
+        table = self._table(X, outputs, folds, groups)
         box = self._box(X, outputs, weight, variance / scale**2)
-        descent = Descent(criterion, groups, box, self.max_iter, self.tol)
+        search = PenaltySearch(table, table.criterion(folds), groups.count, box, int(self.max_iter), float(self.tol))
         with self._progress() as advance:
-            lam = self._search(descent, free, 2 * np.log(scale), advance)
-        # What is left of rounding after so many steps must not decide: four decimals of a logarithm are plenty.
-        lam = lam.round(4)
-        log_alpha = groups.spread(lam)
-        alpha = np.exp(log_alpha) * scale**2
+            lam = self._search(search, folds, groups, free, 2 * np.log(scale), advance)
+        # Four decimals of a logarithm: rounding errors of so many steps must not show in the result.
+        lam = lam.mul(1e4).round().div(1e4)
+        alpha = table.penalties(lam).numpy() * scale**2
         self.alpha_ = float(alpha[0]) if shared else alpha
-        self.method_ = criterion.method
-        self.certificate_ = self._certify(criterion, log_alpha)
-        coef, intercept = criterion.refit(log_alpha)
+        self.method_ = table.reason
+        self.certificate_ = self._certify(search, lam)
+        cells = np.ones((1, folds.train.shape[1]), dtype=bool)
+        everything = replace(folds, train=cells, val=cells)
+        whole = search.on(everything, search.max_iter, search.tol)
+        coef, intercept = table.coefficients(whole.evaluate(lam).inner, everything)
         coef = coef / scale[:, None]
         return coef, intercept - centre @ coef
 
-    def _search(self, descent: Descent, free: bool, log_scale: Array, advance: Callable[..., None]) -> Array:
+    def _search(
+        self,
+        search: PenaltySearch,
+        folds: Folds,
+        groups: Grouping,
+        free: bool,
+        log_scale: Array,
+        advance: Callable[..., None],
+    ) -> Tensor:
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
-        record = Record(lambda value: advance(len(record.rows), value=f"{value:.6g}"))
-        groups = descent.grouping
+        record = SearchRecord(lambda count, value: advance(count, value=f"{value:.6g}"))
         last, level = getattr(self, "_last", (None, 0.0))
         # Penalties of other features or groups say nothing, and neither does the tether that held them.
         again = bool(self.warm_start) and last is not None and np.array_equal(last, groups.of)
         if again:
             # Each group begins at the mean of its features' penalties.
             known = np.log(np.broadcast_to(self.alpha_, log_scale.shape)) - log_scale
-            start = (groups.gather(known) / groups.gather(np.ones_like(known))).clip(*descent.box)
-            level *= descent.value(start)
+            start = torch.from_numpy(groups.mean(known).clip(*search.box))
+            search.level = level * search.value(start)
         else:
-            start, level = descent.shared(record)
-        descent = replace(descent, level=level)
+            start, search.level = search.shared(record)
         if is_shared(self.penalty):
             self.tether_ = math.inf
         elif not free:
             self.tether_ = 0.0 if self.tether == "auto" else float(self.tether)
         elif not again:
-            self.tether_ = self._chosen_tether(descent, start, lambda: advance(len(record.rows)))
+            plenty = search.folds.total >= PLENTY * groups.count
+            self.tether_ = (
+                UNCHOSEN if plenty else choose_tether(search, folds, start, lambda: advance(len(record.rows)))
+            )
         stages = () if again else tuple(strength for strength in TETHERS[1:] if strength > self.tether_)
-        start = descent.path(start, stages, record)[-1] if stages else start
-        lam, self.outcome_ = descent.finish(start, self.tether_, record)
+        start = search.path(start, stages, record)[-1] if stages else start
+        lam, self.outcome_ = search.minimise(start, self.tether_, record)
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
         # The tether's unit relative to what was reached: the next y may be in another unit.
-        self._last = (groups.of, level / max(descent.value(lam), 1e-300))
+        self._last = (groups.of, search.level / max(search.value(lam), 1e-300))
         return lam
-
-    def _chosen_tether(self, descent: Descent, start: Array, report: Callable[[], None]) -> float:
-        if descent.criterion.folds.total >= PLENTY * descent.grouping.count:
-            return UNCHOSEN
-        return choose_tether(descent, start, report)
 
     def _progress(self) -> Any:
         if not self.verbose:
             return nullcontext(lambda done, **fields: None)
         return bar("hypergradients", None, "criterion {task.fields[value]}")
 
-    def _certify(self, criterion: Criterion, log_alpha: Array) -> Certificate:
-        problem, lam, task, w, told = criterion.bilevel_problem(log_alpha)
-        certificate = certify(problem, lam, task, steps=0, start=w, **{"dynamics": _no_step, **told})
+    def _certify(self, search: PenaltySearch, lam: Tensor) -> Certificate:
+        table, task, w = search.table, search.task, search.evaluate(lam, CERTIFIED).inner
+        told = {"mu": table.curvature(lam, task, w), "products": 30, **search.settings}
+        if isinstance(told["dynamics"], GradientDescent):
+            told["dynamics"] = _no_step
+        certificate = certify(table.problem, lam, task, start=w, **told)
         # Nothing of the data stays behind, and the estimator can be pickled.
         return replace(certificate, search=None)
 
@@ -242,7 +258,7 @@ class BilevelRegressor(BilevelEstimator):
 
 
 def _no_step(loss: Any, w: Any, state: Any, t: int) -> tuple[Any, Any]:
-    """The dynamics of a w that was found by other means."""
+    """The dynamics of a w that was found by other means: its step size says nothing."""
     return w, state
 
 
@@ -270,7 +286,7 @@ def _centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]
 
 def _units(variance: Array, groups: Grouping) -> Array:
     """The deviation of every feature, the root of the mean variance in a group; 1 where all are constant."""
-    mean = groups.gather(variance) / groups.gather(np.ones_like(variance))
+    mean = groups.mean(variance)
     return np.sqrt(np.where(mean > 0, mean, 1.0))[groups.of]
 
 

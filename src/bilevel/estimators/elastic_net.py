@@ -11,9 +11,10 @@ from sklearn.base import RegressorMixin
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelRegressor
-from bilevel.estimators.criterion import Criterion
-from bilevel.estimators.elastic_net_criterion import ProximalCriterion
 from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.estimators.tables import FoldedTable
 
 
 class BilevelElasticNet(RegressorMixin, BilevelRegressor):
@@ -72,8 +73,8 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
         if not isinstance(self.l1_ratio, Real) or not 0 <= self.l1_ratio <= 1:
             raise BilevelError(f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso).")
 
-    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
-        return ProximalCriterion(X, y, folds, self.fit_intercept, float(self.l1_ratio))
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+        return SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), float(self.l1_ratio))
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """From next to nothing to just above the penalty that leaves no coefficient."""

@@ -6,9 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from sklearn.model_selection import KFold, ShuffleSplit, StratifiedKFold, StratifiedShuffleSplit, check_cv
+from scipy import sparse
+from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, check_cv
+from sklearn.utils import check_random_state
 
 from bilevel.errors import BilevelError
+
+# How many features decide the order of rows with equal y.
+COMPARED = 32
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -73,19 +78,29 @@ class Folds:
 
 
 def split(
-    cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_state: Any, halve_holdout: bool = False
+    cv: Any,
+    X: Any,
+    y: Array,
+    weight: Array,
+    *,
+    classes: bool,
+    random_state: Any,
+    halve_holdout: bool = False,
+    groups: Any = None,
 ) -> Folds:
     """The folds that `cv` means.
 
     Args:
         cv: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, an iterable of (train, val)
             indices, or None for 5 folds.
-        classes: stratify by y.
+        classes: y holds classes.
+        groups: passed to the splitter, for `GroupKFold` and its like.
         halve_holdout: turn a hold-out set into two folds with the same training rows, each judged on one half. The
             mean of both is the hold-out criterion itself, and nested cross-validation gets something to leave out.
     """
     splitter = _splitter(cv, classes, random_state)
-    pairs = list(check_cv(splitter, y, classifier=classes).split(X, y))
+    even = isinstance(splitter, EvenFolds)
+    pairs = splitter.split(X, y) if even else list(check_cv(splitter, y, classifier=classes).split(X, y, groups))
     if not pairs:
         raise BilevelError(f"cv={cv!r} gives no split; pass a number of folds, or the fraction to hold out.")
     if halve_holdout and len(pairs) == 1:
@@ -120,10 +135,36 @@ def _splitter(cv: Any, classes: bool, random_state: Any) -> Any:
     if isinstance(cv, (int, np.integer)) and not isinstance(cv, bool):
         if cv < 2:
             raise BilevelError(f"cv={cv} folds leave nothing to train on; pass 2 or more, or a fraction such as 0.25.")
-        # Shuffled, unlike scikit-learn's: tables often come sorted, and a fold of one kind of row says nothing.
-        dealt = StratifiedKFold if classes else KFold
-        return dealt(int(cv), shuffle=True, random_state=random_state)
+        return EvenFolds(int(cv), classes, random_state)
     return cv
+
+
+@dataclass(frozen=True)
+class EvenFolds:
+    """K folds that do not depend on the order of the rows, each with all classes or the whole range of y in it.
+
+    Rows are sorted by y, then by their first features, in any unit. Each K rows that follow each other are dealt to
+    the K folds at random; the rows of a class are shuffled and dealt in turns. Folds of `KFold` change when a table is
+    sorted, and may have few rows with large y.
+    """
+
+    count: int
+    classes: bool
+    random_state: Any = 0
+
+    def split(self, X: Any, y: Array) -> list[tuple[Array, Array]]:
+        if self.count > len(y):
+            raise BilevelError(f"cv={self.count} folds are more than the {len(y)} rows; pass fewer folds.")
+        random, fold = check_random_state(self.random_state), np.empty(len(y), dtype=int)
+        few = X[:, :COMPARED].toarray() if sparse.issparse(X) else X[:, :COMPARED]
+        order = np.lexsort((*few.T[::-1], *y.reshape(len(y), -1).T[::-1]))
+        if self.classes:
+            shuffled = order[random.permutation(len(y))]
+            fold[shuffled[np.argsort(y[shuffled], kind="stable")]] = np.arange(len(y)) % self.count
+        else:
+            deals = [random.permutation(self.count) for _ in range(-(-len(y) // self.count))]
+            fold[order] = np.concatenate(deals)[: len(y)]
+        return [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(self.count)]
 
 
 def _as_indices(rows: Any, count: int) -> Array:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array
+from bilevel.structures.penalties import FunctionOfLam
 
 
 @dataclass(frozen=True)
@@ -21,13 +26,9 @@ class Grouping:
     def count(self) -> int:
         return int(self.of.max()) + 1
 
-    def spread(self, lam: Array) -> Array:
-        """The logarithm of every feature's penalty."""
-        return lam[self.of]
-
-    def gather(self, gradient: Array) -> Array:
-        """∂/∂λ from the derivatives in every feature's logarithm."""
-        return np.bincount(self.of, gradient, minlength=self.count)
+    def mean(self, numbers: Array) -> Array:
+        """The mean over the features of each group."""
+        return np.bincount(self.of, numbers, minlength=self.count) / np.bincount(self.of, minlength=self.count)
 
 
 def is_shared(penalty: Any) -> bool:
@@ -53,12 +54,24 @@ def grouping(penalty: Any, features: int) -> Grouping:
     return Grouping(np.unique(groups, return_inverse=True)[1].reshape(-1))
 
 
-def tether(lam: Array) -> tuple[float, Array]:
-    """2 Σ log cosh(λ_g − mean λ) and its gradient: how far the penalties have moved apart.
+@dataclass(frozen=True)
+class Tether(FunctionOfLam):
+    """2c Σ log cosh(λ_g − mean λ), with c a weight: how far the penalties have moved apart.
 
     Near zero it is the square of the distance, far away its length, so that a few penalties may go far (those of
     features that are noise) while many small moves, which chance explains, are held back.
     """
-    away = lam - lam.mean()
-    slope = 2 * np.tanh(away)
-    return float(2 * (np.logaddexp(away, -away) - np.log(2)).sum()), slope - slope.mean()
+
+    def __call__(self, lam: Tensor, *data: Any) -> Tensor:
+        (weight,) = data
+        away = lam - lam.mean()
+        return weight * 2 * (torch.logaddexp(away, -away) - math.log(2)).sum()
+
+    def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
+        # Arrays of numpy: on so few numbers, operations of torch take three times as long.
+        away, weight = lam.detach().numpy(), 2 * float(data[0])
+        away = away - away.mean()
+        slope = np.tanh(away)
+        slope = weight * (slope - slope.mean())
+        value = weight * (np.logaddexp(away, -away) - math.log(2)).sum()
+        return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)

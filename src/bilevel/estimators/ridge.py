@@ -7,16 +7,13 @@ from typing import Any
 from sklearn.base import RegressorMixin
 
 from bilevel.estimators.base import BilevelRegressor
-from bilevel.estimators.criterion import Criterion
 from bilevel.estimators.folds import Array, Folds
-from bilevel.estimators.hyperparameters import is_shared
-from bilevel.estimators.linear_problem import LinearProblem
-from bilevel.estimators.losses import SquaredError
-from bilevel.estimators.newton_criterion import NewtonCriterion
-from bilevel.estimators.ridge_criterion import KernelEquations, NormalEquations
-
-# The largest matrix that is factorised; beyond it conjugate gradients are faster and need no such matrix.
-LARGEST = 3000
+from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.rows_left_out import RowsLeftOut, affordable
+from bilevel.estimators.rows_of_table import RowsOfTable
+from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.estimators.tables import LARGEST, FoldedTable
+from bilevel.structures.losses import SquaredError
 
 
 class BilevelRidge(RegressorMixin, BilevelRegressor):
@@ -38,10 +35,14 @@ class BilevelRidge(RegressorMixin, BilevelRegressor):
     True
     """
 
-    def _criterion(self, X: Any, y: Array, folds: Folds) -> Criterion:
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         rows, features = X.shape
-        if min(rows, features) > LARGEST:
-            return NewtonCriterion(LinearProblem(X, y, folds, SquaredError(), free=self.fit_intercept))
-        if features <= rows:
-            return NormalEquations.of(X, y, folds, self.fit_intercept, is_shared(self.penalty))
-        return KernelEquations(X, y, folds, self.fit_intercept)
+        arguments = X, y, folds, groups, bool(self.fit_intercept)
+        few = features <= min(rows, LARGEST)
+
+        def folded() -> FoldedTable:
+            return SumsOfTable(*arguments) if few else RowsOfTable(*arguments, SquaredError())
+
+        # Where there are more penalties than rows, they can fit every left-out row by heart; folds hold them better.
+        closed = self.cv is None and groups.count <= rows and affordable(X.shape)
+        return RowsLeftOut(*arguments, folded) if closed else folded()

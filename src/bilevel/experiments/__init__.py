@@ -1,6 +1,6 @@
 """The paper's tables and figures: one file each, found by walking this folder.
 
-A file is an experiment when it defines a class `Settings` and a function `run`; `base.py` holds the contract. Files are
+A file is an experiment when it defines a subclass of `ExperimentSettings`; `base.py` holds the contract. Files are
 described by reading their source, so that listing them imports nothing: an experiment's module, and torch with it, is
 imported only to run it.
 """
@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+from bilevel import extras
 from bilevel.errors import BilevelError
 
 
@@ -50,6 +51,7 @@ def load(name: str) -> ModuleType:
             f"There is no experiment {name!r}.{did_you_mean(name, known)} The known ones are: {', '.join(known)}. See "
             "`bilevel list`."
         )
+    extras.require("matplotlib", "sklearn", extra="report", purpose=f"The experiment {name}")
     return importlib.import_module(known[name].module)
 
 
@@ -67,19 +69,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _describe(file: Path) -> Description | None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    defined = {node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    if not {"Settings", "run"} <= defined:
+    bases = {ast.unparse(base) for node in tree.body if isinstance(node, ast.ClassDef) for base in node.bases}
+    if "ExperimentSettings" not in bases:
         return None
     summary = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return Description(file.stem.replace("_", "-"), summary, _constant(tree, "PAPER"), f"{__name__}.{file.stem}")
+    return Description(file.stem.replace("_", "-"), summary, _paper(tree), f"{__name__}.{file.stem}")
 
 
-def _constant(tree: ast.Module, name: str) -> str:
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Constant)
-            and any(isinstance(t, ast.Name) and t.id == name for t in node.targets)
-        ):
-            return str(node.value.value)
-    return ""
+def _paper(tree: ast.Module) -> str:
+    """The string `PAPER` of the file."""
+    values = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PAPER")
+    return next((str(ast.literal_eval(value)) for value in values), "")

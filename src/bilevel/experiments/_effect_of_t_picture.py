@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bilevel.experiments._effect_of_t_tables import PRINTED
-from bilevel.experiments._plotting import BLACK, BLUE, GREEN, GREY, ORANGE, picture, titled
+from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, dots, picture, titled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,49 +23,30 @@ def draw_curves(path: Path, runs: Mapping[str, Any]) -> None:
         titled(right, "Figure 4: accuracy on the test set", "hyperiteration", "test accuracy (per cent)")
         colours = shades(list(runs))
         for name, one in runs.items():
-            style: dict[str, Any] = {
-                "color": colours[name],
-                "label": name if name == "exact" else f"$T$ = {name}",
-                "linewidth": 1.8,
-            }
-            style |= {"linestyle": (0, (4, 1.5)), "linewidth": 1.3, "zorder": 4} if name == "exact" else {}
+            exact = name == "exact"
+            style: dict[str, Any] = {"color": colours[name], "label": name if exact else f"$T$ = {name}"}
+            style |= {"linestyle": (0, (4, 1.5)), "linewidth": 1.3, "zorder": 4} if exact else {}
             left.plot(one["value"], **style)
             right.plot(100 * np.array(one["test accuracy"]), **style)
-            peak = one["peak"]
-            right.plot(
-                [peak["hyperiteration"]],
-                [100 * peak["accuracy"]],
-                marker="o",
-                markersize=7,
-                markeredgecolor="white",
-                markeredgewidth=1.2,
-                color=colours[name],
-                zorder=6,
-                clip_on=False,
-            )
+            peak = [one["peak"]["hyperiteration"]], [100 * one["peak"]["accuracy"]]
+            ring: Any = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
+            dots(right, *peak, colours[name], size=7, **ring)
         for axes in (left, right):
             # The beginning, where most happens, gets room without losing the end.
             last = len(one["value"]) - 1
             axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
             axes.set_xlim(0, last)
             axes.set_xticks([tick for tick in (0, 10, 50, 100, 200, 300, 500, 750, 1000, 2000) if tick <= last])
-        left.set_ylim(
-            0.9 * min(min(one["value"]) for one in runs.values()), 1.03 * max(one["value"][0] for one in runs.values())
-        )
+        starts, lows = zip(*((one["value"][0], min(one["value"])) for one in runs.values()), strict=True)
+        left.set_ylim(0.9 * min(lows), 1.03 * max(starts))
         # What is to be compared lies close together; low accuracies at the start may leave the picture.
         lowest = min(100 * one["test accuracy"][-1] for one in runs.values())
         best = max(100 * one["peak"]["accuracy"] for one in runs.values())
         right.set_ylim(max(0, lowest - 7), best + 0.7)
         handles, names = left.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), handlelength=2.6)
-        right.annotate(
-            "dots: best of each run",
-            (0.98, 0.03),
-            xycoords="axes fraction",
-            ha="right",
-            fontsize=9.5,
-            color=GREY,
-        )
+        where: Any = {"xycoords": "axes fraction", "ha": "right"}
+        right.annotate("dots: best of each run", (0.98, 0.03), fontsize=9.5, color=GREY, **where)
 
 
 def shades(names: Sequence[str]) -> dict[str, Any]:

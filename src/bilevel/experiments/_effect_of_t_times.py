@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import bilevel as bl
-from bilevel.experiments._feature_map import Batch, Data, feature_map
+from bilevel.experiments._feature_map import Batch, FeatureMapData, feature_map
 
 METHODS: dict[str, bl.Method] = {"Reverse": bl.Reverse(), "Spectral": bl.Spectral()}
 # The steps that one step's share is measured with, for every size of H.
@@ -23,7 +23,7 @@ FEW, MANY = 4, 32
 class Hyperiteration:
     """f_T and ∇f_T at H_0, for one size of H; T = None is the closed form."""
 
-    def __init__(self, data: Data, rho: float, lr: float, height: int | None = None) -> None:
+    def __init__(self, data: FeatureMapData, rho: float, lr: float, height: int | None = None) -> None:
         self.h = data.start()
         self.data = data
         if height is not None:
@@ -41,7 +41,7 @@ class Hyperiteration:
 
 
 def measure(
-    data: Data, rho: float, lr: float, steps: Sequence[int], heights: Sequence[int], repeats: int, begin: Any
+    data: FeatureMapData, rho: float, lr: float, steps: Sequence[int], heights: Sequence[int], repeats: int, begin: Any
 ) -> dict[str, Any]:
     """The least of `repeats` measurements, all taken in turn so that a slow minute of the machine hits all alike.
 
@@ -50,61 +50,44 @@ def measure(
     """
     whole = Hyperiteration(data, rho, lr)
     sized = {height: Hyperiteration(data, rho, lr, height) for height in heights}
-    calls: dict[tuple[str, str, int], Callable[[], object]] = {("exact", "", 0): lambda: whole(None, bl.Reverse())}
+    # What is timed, by name, size of H and T: a hyperiteration, and what it is called with.
+    calls: dict[tuple[str, int, int], tuple[Hyperiteration, int | None, bl.Method]] = {
+        ("exact", 0, 0): (whole, None, bl.Reverse())
+    }
     for name, method in METHODS.items():
-        for t in steps:
-            calls[name, "", t] = lambda t=t, method=method: whole(t, method)  # type: ignore[misc]
+        calls |= {(name, 0, t): (whole, t, method) for t in steps}
     for height, one in sized.items():
-        for t in (FEW, MANY):
-            calls["Reverse", str(height), t] = lambda t=t, one=one: one(t, bl.Reverse())  # type: ignore[misc]
-    found: dict[tuple[str, str, int], list[float]] = {key: [] for key in calls}
-    for one in (whole, *sized.values()):  # the first call of a problem also checks it
-        one(1, bl.Reverse())
-    whole(1, bl.Spectral())
-    whole(None, bl.Reverse())
+        calls |= {("Reverse", height, t): (one, t, bl.Reverse()) for t in (FEW, MANY)}
+    for one, t, method in calls.values():  # the first call of a problem also checks it
+        one(t and 1, method)
+    found: dict[tuple[str, int, int], list[float]] = {key: [] for key in calls}
     for repeat in range(repeats):
         begin(f"timing, {repeat + 1} of {repeats}")
-        for key, call in calls.items():
+        for key, (one, t, method) in calls.items():
             began = time.thread_time()
-            call()
+            one(t, method)
             found[key].append(time.thread_time() - began)
-    seconds = {key: min(values) for key, values in found.items()}
-    return _summary(seconds, found, steps, sized)
+    least = {key: min(values) for key, values in found.items()}
+    exact = "exact", 0, 0
 
+    def seconds(*key: Any) -> dict[str, float]:
+        return {"seconds": least[key], "median": statistics.median(found[key]), "over exact": least[key] / least[exact]}
 
-def _summary(
-    seconds: dict[tuple[str, str, int], float],
-    found: dict[tuple[str, str, int], list[float]],
-    steps: Sequence[int],
-    sized: dict[int, Hyperiteration],
-) -> dict[str, Any]:
-    exact = seconds["exact", "", 0]
-    summary: dict[str, Any] = {
+    return {
         "unit": "processor seconds of one hyperiteration, the least of all rounds",
-        "exact": {"seconds": exact, "median": statistics.median(found["exact", "", 0])},
-    }
-    for name in METHODS:
-        summary[name] = {
-            str(t): {
-                "seconds": seconds[name, "", t],
-                "median": statistics.median(found[name, "", t]),
-                "over exact": seconds[name, "", t] / exact,
+        "exact": seconds(*exact),
+        **{name: {str(t): seconds(name, 0, t) for t in steps} for name in METHODS},
+        "line": line(steps, [least["Reverse", 0, t] for t in steps]) if len(steps) > 2 else None,
+        "size of H": [
+            {
+                "rows": height,
+                "entries of H": one.h.numel(),
+                "entries of w": one.h.shape[1] * one.data.train[1].shape[1],
+                "seconds per step": (least["Reverse", height, MANY] - least["Reverse", height, FEW]) / (MANY - FEW),
             }
-            for t in steps
-        }
-    summary["line"] = line(list(steps), [seconds["Reverse", "", t] for t in steps]) if len(steps) > 2 else None
-    summary["size of H"] = [
-        {
-            "rows": height,
-            "entries of H": one.h.numel(),
-            "entries of w": one.h.shape[1] * one.data.train[1].shape[1],
-            "seconds per step": (seconds["Reverse", str(height), MANY] - seconds["Reverse", str(height), FEW])
-            / (MANY - FEW),
-            "seconds with few steps": seconds["Reverse", str(height), FEW],
-        }
-        for height, one in sized.items()
-    ]
-    return summary
+            for height, one in sized.items()
+        ],
+    }
 
 
 def line(steps: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import bilevel as bl
 from bilevel.experiments.base import described, single_precision
-from bilevel.meta import library
-from bilevel.meta.training import open_data
+from bilevel.learners import library
+from bilevel.learners.streams import open_data
 from bilevel.models.batch_norm import MEANING
 from bilevel.tasks.episodes import Episodes
 
@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Data:
+class FeatureMapData:
     """Three disjoint sets of features with their classes as unit vectors, where they come from, and how the network's
     batch norm treated them."""
 
@@ -69,7 +69,7 @@ def minimiser(h: Tensor, train: Batch, rho: float) -> Tensor:
     return torch.linalg.solve(z.T @ z + rho * torch.eye(z.shape[1], dtype=z.dtype), z.T @ train[1])
 
 
-def feature_map(data: Data, rho: float, exact: bool = False) -> bl.Problem:
+def feature_map(data: FeatureMapData, rho: float, exact: bool = False) -> bl.Problem:
     """The bilevel problem; with `exact`, Φ_0 is the closed form of w_H, so that zero steps give f itself."""
 
     def start(h: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def feature_map(data: Data, rho: float, exact: bool = False) -> bl.Problem:
     return bl.Problem(lambda w, h, batch: inner(w, batch, rho), lambda w, h, batch: outer(w, batch), start, encode)
 
 
-def exact_value(h: Tensor, data: Data, rho: float) -> float:
+def exact_value(h: Tensor, data: FeatureMapData, rho: float) -> float:
     """f(H) = E(w_H)."""
     return float(outer(minimiser(h, data.train, rho), encode(h, data.task).val))
 
@@ -89,7 +89,7 @@ def right(w: Tensor, h: Tensor, data: Batch) -> Tensor:
     return (x @ (h @ w)).argmax(1) == y.argmax(1)
 
 
-def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int], seed: int) -> Data:
+def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int], seed: int) -> FeatureMapData:
     """Classes that the network was not trained on, their drawings dealt to three disjoint sets, as a function of the
     seed.
 
@@ -110,11 +110,5 @@ def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int
     scale = features[0].square().sum(1).mean().rsqrt()
     labels = [torch.arange(classes).repeat_interleave(each) for each in sizes]
     known, checked, asked = ((x * scale, F.one_hot(y, classes).double()) for x, y in zip(features, labels, strict=True))
-    return Data(
-        known,
-        checked,
-        asked,
-        name=source.name,
-        description=described(source),
-        batch_norm=f"episode: {MEANING['episode']}",
-    )
+    norm = f"episode: {MEANING['episode']}"
+    return FeatureMapData(known, checked, asked, name=source.name, description=described(source), batch_norm=norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
-from bilevel.experiments._plotting import BLUE, GREEN, GREY, ORANGE, RED, picture, titled
+from bilevel.plotting import BLUE, GREEN, GREY, ORANGE, RED, picture, titled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,16 +42,17 @@ class Shown:
         return sum(map(len, self.predicted))
 
 
-@dataclass(frozen=True)
-class Curves:
-    """Meta-validation accuracies along the way, by name."""
+def draw(
+    path: Path,
+    shown: Shown,
+    curves: Mapping[str, Mapping[int, float]],
+    accuracy: Mapping[str, Mapping[str, Any]],
+    kind: str,
+) -> None:
+    """Save the episode on the left, final accuracies and learning on the right.
 
-    at: list[int]
-    values: Mapping[str, Sequence[float]]
-
-
-def draw(path: Path, shown: Shown, curves: Curves, accuracy: Mapping[str, Mapping[str, Any]], kind: str) -> None:
-    """Save the episode on the left, final accuracies and learning on the right."""
+    `curves` are accuracies on meta-validation by name and hyperiteration.
+    """
     rows, columns = len(shown.classes), shown.support.shape[1] + min(ROOM, shown.query.shape[1])
     wide = 0.56 * (NAMED + GAP + columns * APART)
     with picture(path, width=wide + 4.4, height=max(4.8, 0.56 * (rows * BELOW + 1.3))) as figure:
@@ -60,16 +61,6 @@ def draw(path: Path, shown: Shown, curves: Curves, accuracy: Mapping[str, Mappin
         above, below = right.subplots(2, 1)
         _bars(above, accuracy, 1 / rows)
         _learning(below, curves, accuracy)
-
-
-def readable(title: str) -> str:
-    """The name of a class of Glyphs as one would say it.
-
-    >>> readable("hebrew/U+05D0 HEBREW LETTER ALEF")
-    'hebrew alef'
-    """
-    name = title.partition("/U+")[2].partition(" ")[2] or title
-    return name.lower().replace(" letter ", " ")
 
 
 def letter(number: int) -> str:
@@ -144,15 +135,16 @@ def _bars(axes: Axes, accuracy: Mapping[str, Mapping[str, Any]], chance: float) 
     axes.grid(axis="y", visible=False)
 
 
-def _learning(axes: Axes, curves: Curves, accuracy: Mapping[str, Mapping[str, Any]]) -> None:
+def _learning(axes: Axes, curves: Mapping[str, Mapping[int, float]], accuracy: Mapping[str, Mapping[str, Any]]) -> None:
     """In the colours of the bars, which name them."""
     titled(axes, "Meta-validation while learning", "hyperiterations", "accuracy (per cent)")
+    last = max(k for curve in curves.values() for k in curve)
     for colour, marker, (name, one) in zip(COLOURS, "os--", accuracy.items(), strict=True):
-        if name in curves.values:
-            values = [100 * value for value in curves.values[name]]
-            axes.plot(curves.at, values, color=colour, marker=marker, markersize=4.5)
+        if name in curves:
+            values = [100 * value for value in curves[name].values()]
+            axes.plot(list(curves[name]), values, color=colour, marker=marker, markersize=4.5)
         else:
             level = 100 * one["validation"]
             axes.axhline(level, color=colour, linestyle="--", linewidth=1.4)
-            axes.text(curves.at[-1], level + 1, name, ha="right", va="bottom", fontsize=9, color=colour)
+            axes.text(last, level + 1, name, ha="right", va="bottom", fontsize=9, color=colour)
     axes.set_ylim(top=101)

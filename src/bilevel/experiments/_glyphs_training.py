@@ -8,10 +8,11 @@ from pathlib import Path
 
 import bilevel
 from bilevel.data import ImageDataset
-from bilevel.meta.hyper_representation import HyperRepresentation
-from bilevel.meta.settings import Settings as Training
-from bilevel.origin import commit
-from bilevel.training.files import write_bytes, write_json, write_tensors
+from bilevel.files import write_bytes, write_json
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.settings import TrainingSettings
+from bilevel.source_commit import commit
+from bilevel.training.files import write_tensors
 from bilevel.training.folder import RunFolder
 
 
@@ -28,7 +29,7 @@ class Learned:
         return [line["score"] for line in self.metrics if "score" in line]
 
 
-def keep(path: Path, training: Training, learned: Learned, steps: int, data: ImageDataset) -> None:
+def keep(path: Path, training: TrainingSettings, learned: Learned, steps: int, data: ImageDataset) -> None:
     """Write a training down as `bilevel train` would, with the T that was best on meta-validation: `bilevel evaluate`,
     `bilevel classify` and `bilevel report` take it as one of theirs."""
     folder = RunFolder(path)

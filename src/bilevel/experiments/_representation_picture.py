@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.experiments._class_names import called
-from bilevel.experiments._plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, picture
+from bilevel.plotting import BLACK, BLUE, COLOURS, GREEN, GREY, picture, show_image
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # A class has a colour and a shape, so that more classes than colours can be told apart.
-COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
+LOOKS = (*COLOURS, BLACK)
 SHAPES = "os^DvP"
 # The side of a thumbnail, as a share of the map's.
 THUMBNAIL = 0.075
@@ -27,7 +27,7 @@ COVERED = 0.02
 
 
 @dataclass(frozen=True)
-class Pair:
+class ImagePair:
     """An image of D and one of D′, in this order everywhere.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Map:
+class ClassMap:
     """Images of unseen classes in two dimensions, with a name and an image for each class."""
 
     title: str
@@ -63,7 +63,7 @@ class Map:
     neighbours: float
 
 
-def draw_pairs(path: Path, draws: Sequence[dict[str, Pair]]) -> None:
+def draw_pairs(path: Path, draws: Sequence[dict[str, ImagePair]]) -> None:
     """Save the nearest pairs on the left and the farthest on the right, a row for every draw."""
     highest = max(float(part.max()) for draw in draws for pair in draw.values() for part in pair.values)
     with picture(path, width=14, height=0.5 + 2.15 * len(draws)) as figure:
@@ -75,15 +75,11 @@ def draw_pairs(path: Path, draws: Sequence[dict[str, Pair]]) -> None:
                 _pair(row, draw[which], highest)
 
 
-def _pair(row: Any, pair: Pair, highest: float) -> None:
+def _pair(row: Any, pair: ImagePair, highest: float) -> None:
     roles = ("meta-training", "meta-test")
-    for axes, image, title, role, colour in zip(
-        (row[0], row[2]), pair.images, pair.titles, roles, (BLUE, GREEN), strict=True
-    ):
-        _image(axes, image)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.grid(visible=False)
+    parts = zip((row[0], row[2]), pair.images, pair.titles, roles, (BLUE, GREEN), strict=True)
+    for axes, image, title, role, colour in parts:
+        show_image(axes, _on_paper(image), 1)
         for side in axes.spines.values():
             side.set(visible=True, color=colour, linewidth=2)
         axes.set_title(role, color=colour, fontsize=10.5)
@@ -102,27 +98,22 @@ def _pair(row: Any, pair: Pair, highest: float) -> None:
     axes.set_title(f"distance {pair.distance:.2f} (median of all pairs {pair.median:.2f})", fontsize=10.5)
 
 
-def _image(axes: Axes, image: NDArray[Any], extent: Any = None, order: float = 1) -> None:
+def _on_paper(image: NDArray[Any]) -> NDArray[Any]:
     """Drawings as ink on paper, photographs as they are."""
-    if image.shape[2] == 1:
-        axes.imshow(
-            1 - image[..., 0], cmap="gray", vmin=0, vmax=1, extent=extent, zorder=order, interpolation="nearest"
-        )
-    else:
-        axes.imshow(image, extent=extent, zorder=order)
+    return 1 - image if image.shape[2] == 1 else image
 
 
-def draw_maps(path: Path, maps: Sequence[Map]) -> None:
+def draw_maps(path: Path, maps: Sequence[ClassMap]) -> None:
     """Save the maps side by side; a class looks the same in all of them."""
     # Colours go round from left to right of the first map, so that neighbours differ in theirs.
     rank = _centres(maps[0].points, maps[0].labels)[:, 0].argsort().argsort().tolist()
-    looks = [(COLOURS[i % len(COLOURS)], SHAPES[i // len(COLOURS) % len(SHAPES)]) for i in rank]
+    looks = [(LOOKS[i % len(LOOKS)], SHAPES[i // len(LOOKS) % len(SHAPES)]) for i in rank]
     with picture(path, width=6.6 * len(maps), height=7.3) as figure:
         for axes, shown in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
             _map(axes, shown, looks)
 
 
-def _map(axes: Axes, shown: Map, looks: Sequence[tuple[str, str]]) -> None:
+def _map(axes: Axes, shown: ClassMap, looks: Sequence[tuple[str, str]]) -> None:
     points = _in_unit_square(shown.points)
     centres = _centres(points, shown.labels)
     free = places(centres, points, THUMBNAIL * 1.12)
@@ -133,18 +124,15 @@ def _map(axes: Axes, shown: Map, looks: Sequence[tuple[str, str]]) -> None:
         axes.plot(*zip(centre, place, strict=True), color=colour, linewidth=1, zorder=3)
         half = THUMBNAIL / 2
         box = (place[0] - half, place[0] + half, place[1] - half, place[1] + half)
-        _image(axes, shown.thumbnails[label], box, 4)
+        show_image(axes, _on_paper(shown.thumbnails[label]), 1, extent=box, zorder=4)
         frame = [(box[0], box[2]), (box[1], box[2]), (box[1], box[3]), (box[0], box[3]), (box[0], box[2])]
         axes.plot(*zip(*frame, strict=True), color=colour, linewidth=2.2, zorder=5)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xticks=[], yticks=[], aspect="equal")
     axes.grid(visible=False)
     for side in axes.spines.values():
         side.set(visible=True, color=GREY, linewidth=0.8)
-    axes.set_title(
-        f"{shown.title}\nbetween / within {shown.ratio:.2f}, nearest image of the same "
-        f"class {100 * shown.neighbours:.0f} %",
-        loc="left",
-    )
+    near = f"nearest image of the same class {100 * shown.neighbours:.0f} %"
+    axes.set_title(f"{shown.title}\nbetween / within {shown.ratio:.2f}, {near}", loc="left")
 
 
 def _centres(points: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from bilevel.experiments._class_names import KIN
-from bilevel.experiments.base import Table
+from bilevel.experiments.base import TextTable, percent
 
 NAMES = {"learned": "learned", "untrained": "untrained network", "pixels": "raw pixels"}
 PRINTED = {"nearest": "two breeds of dog", "farthest": "dissimilar classes"}
@@ -18,36 +18,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": fmean(values), "interval": 1.96 * stdev(values) / len(values) ** 0.5}
 
 
-def tables(numbers: Mapping[str, Any], map_ways: int, episodes: int) -> list[Table]:
+def tables(numbers: Mapping[str, Any], map_ways: int, episodes: int) -> list[TextTable]:
     """The pairs, the distances and, where two classes can be kin, how often near pairs are."""
     related = [_kin(numbers, episodes)] if any(one["kin"] for one in numbers.values()) else []
     return [_pairs(numbers), _separation(numbers, map_ways, episodes), *related]
 
 
-def _pairs(numbers: Mapping[str, Any]) -> Table:
-    rows = [
-        (
-            name,
-            str(pair["draw"] + 1),
-            which,
-            PRINTED[which],
-            " – ".join(pair["classes"]),
-            _difference(which, pair, one["data"]),
-            f"{pair['distance']:.2f}",
-            f"{pair['median']:.2f}",
-            "the paper shows one draw of MiniImagenet and prints no distance"
-            + ("" if one["data"] == "miniimagenet" else f"; these are images of {one['data']}"),
-        )
-        for name, one in numbers.items()
-        for draw in one["pairs"]
-        for which, pair in draw.items()
-    ]
-    return Table(
-        "Nearest and farthest pair of a meta-training and a meta-test episode",
-        ("model", "draw", "pair", "paper", "ours", "difference", "distance", "median of all pairs", "why"),
-        rows,
-        prose=("paper", "difference", "why"),
-    )
+def _pairs(numbers: Mapping[str, Any]) -> TextTable:
+    rows = []
+    for name, one in numbers.items():
+        why = "the paper shows one draw of MiniImagenet and prints no distance"
+        why += "" if one["data"] == "miniimagenet" else f"; these are images of {one['data']}"
+        for which, pair in ((which, pair) for draw in one["pairs"] for which, pair in draw.items()):
+            classes, difference = " – ".join(pair["classes"]), _difference(which, pair, one["data"])
+            sizes = f"{pair['distance']:.2f}", f"{pair['median']:.2f}"
+            rows.append((name, str(pair["draw"] + 1), which, PRINTED[which], classes, difference, *sizes, why))
+    columns = ("model", "draw", "pair", "paper", "ours", "difference", "distance", "median of all pairs", "why")
+    title = "Nearest and farthest pair of a meta-training and a meta-test episode"
+    return TextTable(title, columns, rows, prose=("paper", "difference", "why"))
 
 
 def _difference(which: str, pair: Mapping[str, Any], data: str) -> str:
@@ -58,44 +46,29 @@ def _difference(which: str, pair: Mapping[str, Any], data: str) -> str:
     return "not two dogs" if which == "nearest" else "none: not two dogs"
 
 
-def _separation(numbers: Mapping[str, Any], ways: int, episodes: int) -> Table:
-    rows = [
-        (
-            name,
-            NAMES[kind],
-            f"{found['ratio']['mean']:.3f} ± {found['ratio']['interval']:.3f}",
-            _percent(found["neighbours"]),
-        )
-        for name, one in numbers.items()
-        for kind, found in one["separation"].items()
-    ]
-    return Table(
-        f"{ways} unseen classes, mean of {episodes} episodes ± 95 %",
-        ("model", "features", "distance between / within classes", "nearest image of the same class (per cent)"),
-        rows,
-    )
+def _separation(numbers: Mapping[str, Any], ways: int, episodes: int) -> TextTable:
+    rows = []
+    for name, one in numbers.items():
+        for kind, found in one["separation"].items():
+            ratio = f"{found['ratio']['mean']:.3f} ± {found['ratio']['interval']:.3f}"
+            rows.append((name, NAMES[kind], ratio, _percent(found["neighbours"])))
+    columns = ("model", "features", "distance between / within classes", "nearest image of the same class (per cent)")
+    return TextTable(f"{ways} unseen classes, mean of {episodes} episodes ± 95 %", columns, rows)
 
 
-def _kin(numbers: Mapping[str, Any], episodes: int) -> Table:
-    rows = [
-        (
-            name,
-            KIN.get(one["data"], "of one group"),
-            NAMES[kind],
-            *(_percent(found[which]) for which in ("nearest", "farthest", "any")),
-        )
-        for name, one in numbers.items()
-        for kind, found in (one["kin"] or {}).items()
-    ]
-    return Table(
-        f"Meta-test images that are kin to an image of a meta-training episode, per cent, {episodes} draws ± 95 %",
-        ("model", "kin", "features", "to the nearest", "to the farthest", "to any"),
-        rows,
-    )
+def _kin(numbers: Mapping[str, Any], episodes: int) -> TextTable:
+    rows = []
+    for name, one in numbers.items():
+        for kind, found in (one["kin"] or {}).items():
+            shares = (_percent(found[which]) for which in ("nearest", "farthest", "any"))
+            rows.append((name, KIN.get(one["data"], "of one group"), NAMES[kind], *shares))
+    columns = ("model", "kin", "features", "to the nearest", "to the farthest", "to any")
+    title = f"Meta-test images that are kin to an image of a meta-training episode, per cent, {episodes} draws ± 95 %"
+    return TextTable(title, columns, rows)
 
 
 def _percent(share: Mapping[str, float]) -> str:
-    return f"{100 * share['mean']:.1f} ± {100 * share['interval']:.1f}"
+    return percent(share["mean"], share["interval"], 1)
 
 
 def notes(numbers: Mapping[str, Any], ways: int, drawn: bool) -> list[str]:

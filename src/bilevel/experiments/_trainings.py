@@ -5,36 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bilevel.data import ImageDataset
-from bilevel.experiments.base import require
+from bilevel.experiments.base import ExperimentSettings, require
 from bilevel.experiments.overrides import as_options, as_text
-from bilevel.meta.evaluation import Score, judge
-from bilevel.meta.hyper_representation import HyperRepresentation
-from bilevel.meta.runs import train_in
-from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import FewShotTraining, episodes, open_data
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.evaluation import EpisodeScore, judge
+from bilevel.learners.runs import train_in
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import episodes, open_data
+from bilevel.learners.training import FewShotTraining
 from bilevel.training.files import read_tensors
-from bilevel.training.folder import RunFolder, read_metrics
+from bilevel.training.folder import RunFolder
+from bilevel.training.log import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # One-shot problems that differ in how long they take: seconds, minutes and hours. Photographs of 84×84 pixels instead
 # of 42×42 would take four times as long.
 PROBLEMS = {
-    "glyphs": Training(dataset="glyphs", meta_batch=2),
-    "omniglot": Training(dataset="omniglot", rotations=True, ways=20, meta_batch=2, inner_lr=1.0),
-    "miniimagenet": Training(dataset="miniimagenet", network="c4l", image_size=42, meta_batch=4, inner_lr=0.01),
+    "glyphs": TrainingSettings(dataset="glyphs", meta_batch=2),
+    "omniglot": TrainingSettings(dataset="omniglot", rotations=True, ways=20, meta_batch=2, inner_lr=1.0),
+    "miniimagenet": TrainingSettings(dataset="miniimagenet", network="c4l", image_size=42, meta_batch=4, inner_lr=0.01),
 }
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedTraining:
     """A training that ran to its end, and what it left: accuracies on meta-validation along the way."""
 
     learner: HyperRepresentation
-    settings: Training
+    settings: TrainingSettings
     stopped_early: bool
     iterations: int
     best_iteration: int
@@ -66,44 +71,48 @@ def open_all(names: Sequence[str]) -> dict[str, ImageDataset]:
     return {name: open_data(PROBLEMS[name]) for name in names}
 
 
-def command_of(name: str, settings: Any) -> str:
+def command_of(name: str, settings: ExperimentSettings) -> str:
     """The command that has these settings, whatever was said on the command line (`--quick`, say)."""
-    usual = type(settings)()
-    given = {f.name: as_text(getattr(settings, f.name)) for f in fields(settings)}
-    changed = {key: text for key, text in given.items() if text != as_text(getattr(usual, key))}
+    usual, given = type(settings)(), [f.name for f in fields(settings)]
+    texts = {name: as_text(getattr(settings, name)) for name in given}
+    changed = {name: text for name, text in texts.items() if text != as_text(getattr(usual, name))}
     return " ".join(["bilevel run", name, *as_options(changed)])
 
 
 def train(
     path: Path,
-    settings: Training,
+    settings: TrainingSettings,
     data: ImageDataset,
     command: str,
     progress: bool | None,
-    kind: Callable[[Training, ImageDataset], FewShotTraining] = FewShotTraining,
-) -> Trained:
+    kind: Callable[[TrainingSettings, ImageDataset], FewShotTraining] = FewShotTraining,
+) -> FinishedTraining:
     """Train in the folder, or go on with, or just read, what is there; the learner has its best weights."""
     job = kind(settings, data)
     ending = train_in(path, job, command, path.name, progress)
-    folder = RunFolder(path)
-    job.learner.set_weights(read_tensors(folder.best)[0])
-    points = [line for line in read_metrics(folder.metrics) if "score" in line]
-    curve = [(line["iteration"], line["score"], line["interval"]) for line in points]
+    job.learner.set_weights(read_tensors(RunFolder(path).best)[0])
+    points = [line for line in read_metrics(path) if "score" in line]
+    curve = [(int(line["iteration"]), line["score"], line["interval"]) for line in points]
     minutes = points[-1]["minutes"] if points else 0.0
     assert ending.best_iteration is not None
-    return Trained(
-        job.learner,
-        settings,
-        ending.outcome.kind == "stopped early",
-        ending.iteration,
-        ending.best_iteration,
-        minutes,
-        curve,
-    )
+    stopped = ending.outcome.kind == "stopped early"
+    return FinishedTraining(job.learner, settings, stopped, ending.iteration, ending.best_iteration, minutes, curve)
+
+
+def problem_in_words(training: TrainingSettings) -> str:
+    """What is learned, and with which network."""
+    pixels = f" on {training.image_size}×{training.image_size} pixels" if training.image_size else ""
+    return f"{training.dataset} {training.ways}-way {training.shots}-shot, {training.network}{pixels}"
+
+
+def draw_curve(axes: Axes, curve: Sequence[Sequence[float]], colour: str, label: str, scale: float = 1) -> None:
+    """Meta-validation accuracies in per cent over hyperiterations, which are multiplied by `scale`."""
+    at, scores = [scale * point[0] for point in curve], [100 * point[1] for point in curve]
+    axes.plot(at, scores, color=colour, marker="o", markersize=3, label=label)
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedTraining:
     """Accuracy on meta-test with the step size that was best on meta-validation."""
 
     inner_lr: float
@@ -113,29 +122,29 @@ class Judged:
 
 
 def judge_with_steps(
-    trained: Trained, data: ImageDataset, sizes: Sequence[float], validation_episodes: int, test_episodes: int
-) -> Judged:
+    trained: FinishedTraining, data: ImageDataset, sizes: Sequence[float], validation_episodes: int, test_episodes: int
+) -> JudgedTraining:
     """After T steps, T that of the training. `step_bound` keeps every step below 1/ν, so that none diverges."""
     learner, steps = trained.learner, trained.settings.steps
     learner.batch_norm = "episode"  # the paper's, for everybody
     settings = replace(trained.settings, train_shots=0, outer="query")
 
-    def score(split: str, size: float, count: int) -> Score:
+    def score(split: str, size: float, count: int) -> EpisodeScore:
         learner.inner_lr = size
         return judge(learner, episodes(settings, data, split), count, steps)
 
     tried = {size: score("val", size, validation_episodes).means[-1] for size in sizes}
     size = max(tried, key=lambda one: tried[one])
     test = score("test", size, test_episodes)
-    return Judged(size, tried[size], test.means[-1], test.intervals[-1])
+    return JudgedTraining(size, tried[size], test.means[-1], test.intervals[-1])
 
 
-def over_seeds(found: Sequence[Judged]) -> Judged:
+def over_seeds(found: Sequence[JudgedTraining]) -> JudgedTraining:
     """The mean over trainings from several seeds.
 
     Its interval knows both sources of noise: the episodes' intervals, and how far the seeds' means are apart.
 
-    >>> round(over_seeds([Judged(0.1, 0.5, 0.6, 0.03), Judged(0.1, 0.5, 0.6, 0.03)]).interval, 6)
+    >>> round(over_seeds([JudgedTraining(0.1, 0.5, 0.6, 0.03), JudgedTraining(0.1, 0.5, 0.6, 0.03)]).interval, 6)
     0.021213
     """
     count = len(found)
@@ -143,10 +152,10 @@ def over_seeds(found: Sequence[Judged]) -> Judged:
     episodes = sum(one.interval**2 for one in found) / count**2
     seeds = 1.96**2 * float(means.var()) / count if count > 1 else 0.0
     validation = sum(one.validation for one in found) / count
-    return Judged(found[0].inner_lr, validation, float(means.mean()), (episodes + seeds) ** 0.5)
+    return JudgedTraining(found[0].inner_lr, validation, float(means.mean()), (episodes + seeds) ** 0.5)
 
 
-def differ(one: Judged, other: Judged) -> tuple[float, float]:
+def differ(one: JudgedTraining, other: JudgedTraining) -> tuple[float, float]:
     """The difference of two accuracies and the half-width of its 95 % interval, as if they were independent."""
     width = torch.tensor([one.interval, other.interval]).norm()
     return one.accuracy - other.accuracy, float(width)

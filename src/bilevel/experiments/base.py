@@ -3,9 +3,10 @@
 An experiment is a module with
 
 - a docstring whose first line describes it, and a string `PAPER` that says which table or figure it reproduces;
-- a frozen dataclass `Settings` whose fields are typed and whose defaults are the full run;
+- a frozen dataclass, a subclass of `ExperimentSettings`, whose fields are typed and whose defaults are the full run;
 - a dict `QUICK` of the settings that `--quick` changes;
-- a function `run(settings, out, progress) -> Result` that saves its pictures in `out` and returns everything else.
+- a function `run(settings, out, progress) -> ExperimentResult` that saves its pictures in `out` and returns everything
+  else.
 
 `reproduce` does the rest, the same for all: it checks that the results can be written before any work is done, times
 the run, and writes `table.md` and `result.json` beside the pictures.
@@ -13,18 +14,18 @@ the run, and writes `table.md` and `result.json` beside the pictures.
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.experiments import find, load
 from bilevel.experiments.overrides import apply, as_options
-from bilevel.experiments.records import Record, machine, staging
+from bilevel.experiments.records import ExperimentRecord, machine, staging
 
 if TYPE_CHECKING:
     from bilevel.data import ImageDataset
@@ -32,10 +33,31 @@ if TYPE_CHECKING:
 
 
 CHOSEN = "What the paper leaves open or does otherwise, and this run chose"
+CLAIM = ("claim", "paper", "ours", "difference", "why")  # the columns of a table of claims; see `claim`
 
 
 @dataclass(frozen=True)
-class Table:
+class ExperimentSettings:
+    """The base of every experiment's settings. A subclass is a frozen dataclass."""
+
+    def at_least(self, least: float, **why: str) -> None:
+        """Refuse settings below `least`; `why` says of each what a smaller number would mean."""
+        for name, meaning in why.items():
+            value = getattr(self, name)
+            values = value if isinstance(value, tuple) else (value,)
+            require(all(one >= least for one in values), f"{name}={value} {meaning}; pass at least {least:g}.")
+
+    def check_step_scale(self, scale: float) -> None:
+        """Refuse a step size η = scale/ν with which gradient descent does not converge."""
+        require(
+            0 < scale < 2,
+            f"step_scale={scale} gives η = {scale}/ν, and gradient descent needs 0 < η < 2/ν; pass a number between 0 "
+            "and 2.",
+        )
+
+
+@dataclass(frozen=True)
+class TextTable:
     """Rows of ready text under named columns, with the paper's numbers and ours side by side.
 
     Attributes:
@@ -53,7 +75,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Result:
+class ExperimentResult:
     """What an experiment found.
 
     Attributes:
@@ -70,12 +92,18 @@ class Result:
 
     numbers: Mapping[str, Any]
     choices: Mapping[str, str]
-    tables: Sequence[Table]
+    tables: Sequence[TextTable]
     pictures: Sequence[str] = ()
     notes: Sequence[str] = ()
     data: Mapping[str, str] = field(default_factory=dict)
     runs: Sequence[str] = ()
     times: Mapping[str, Any] = field(default_factory=dict)
+
+
+def settings_of(module: ModuleType) -> type[ExperimentSettings]:
+    """The class of an experiment's settings."""
+    members = [member for member in vars(module).values() if isinstance(member, type)]
+    return next(m for m in members if issubclass(m, ExperimentSettings) and m.__module__ == module.__name__)
 
 
 def reproduce(
@@ -86,7 +114,7 @@ def reproduce(
     out: Path | str = "results",
     folder: str | None = None,
     progress: bool | None = None,
-) -> tuple[Result, Record]:
+) -> tuple[ExperimentResult, ExperimentRecord]:
     """Run an experiment and write its results to `out/name/`.
 
     Args:
@@ -98,40 +126,30 @@ def reproduce(
         progress: show a bar; None shows one on a terminal.
     """
     module = load(name)
-    settings, given = apply(module.Settings, module.QUICK if quick else {}, overrides or {})
+    settings, given = apply(settings_of(module), module.QUICK if quick else {}, overrides or {})
     description = find()[name]
     began = time.perf_counter()
     with staging(Path(out), folder or name) as (scratch, publish):
-        result: Result = module.run(settings, scratch, progress)
-        minutes = (time.perf_counter() - began) / 60
-        values = asdict(settings)
-        command = " ".join(["bilevel run", name, *(["--quick"] if quick else []), *as_options(given)])
-        record = Record(
+        result: ExperimentResult = module.run(settings, scratch, progress)
+        record = ExperimentRecord(
             experiment=name,
             summary=description.summary,
             paper=description.paper,
-            command=command,
-            settings=values,
-            seed=values.get("seed"),
-            choices=result.choices,
-            numbers=result.numbers,
-            tables=[asdict(table) for table in result.tables],
-            pictures=result.pictures,
-            notes=result.notes,
-            data=result.data,
-            runs=result.runs,
-            times=result.times,
-            minutes=minutes,
+            command=" ".join(["bilevel run", name, *(["--quick"] if quick else []), *as_options(given)]),
+            settings=asdict(settings),
+            result=asdict(result),
+            minutes=(time.perf_counter() - began) / 60,
             machine=machine(),
+            folder=Path(out) / (folder or name),
         )
         (scratch / "table.md").write_text(_page(result, record), encoding="utf-8")
         (scratch / "result.json").write_text(record.json(), encoding="utf-8")
-        folder_written = publish()
-    return result, record.at(folder_written)
+        publish()
+    return result, record
 
 
 def kept(out: Path) -> Path:
-    """Where an experiment keeps its trainings, beside the files it publishes: they go on where they were killed."""
+    """Where an experiment keeps its trainings, beside the files it publishes, so that a killed one can be resumed."""
     return out.parent / "runs"
 
 
@@ -141,8 +159,7 @@ def described(data: ImageDataset) -> str:
 
 
 def finished(solution: Solution) -> Solution:
-    """The solution, if its loop ran to its end; an experiment must not report what an interrupted or diverged run left
-    behind."""
+    """The solution, if its loop ran to its end; an interrupted or diverged run is not a result."""
     if solution.outcome.kind == "interrupted":
         raise KeyboardInterrupt
     if not solution.outcome.ok:
@@ -156,17 +173,33 @@ def require(condition: bool, message: str) -> None:
         raise BilevelError(message)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the block.
+def percent(share: float, interval: float | None = None, digits: int = 2) -> str:
+    """A share in per cent, with the half-width of its 95 % interval.
 
-    Matrices of a few dozen rows gain nothing from a second thread, and on a busy machine waiting for it made a ridge
-    run six times slower.
+    >>> percent(0.985, 0.0032), percent(0.5, digits=1)
+    ('98.50 ± 0.32', '50.0')
     """
-    from bilevel import side_by_side  # here, because it imports torch
+    width = "" if interval is None else f" ± {100 * interval:.{digits}f}"
+    return f"{100 * share:.{digits}f}{width}"
 
-    with side_by_side.one_thread():
-        yield
+
+def points(gap: float, interval: float) -> str:
+    """A difference of two shares in points, with the half-width of its 95 % interval.
+
+    >>> points(0.0565, 0.005)
+    '+5.65 ± 0.50'
+    """
+    return f"{100 * gap:+.2f} ± {100 * interval:.2f}"
+
+
+def label(steps: int | None) -> str:
+    """A number of inner steps as tables name it; None is the closed form of the inner minimiser."""
+    return "exact" if steps is None else str(steps)
+
+
+def claim(text: str, holds: bool, why: str, detail: str = "") -> tuple[str, ...]:
+    """A row about a conclusion of the paper's, and whether it holds here."""
+    return text, "yes", ("yes" if holds else "no") + detail, "none" if holds else "differs", why
 
 
 @contextmanager
@@ -182,27 +215,7 @@ def single_precision() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@contextmanager
-def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str], None]]:
-    """A bar that moves by one at each call, with a word on what is being done; silent where nobody is looking."""
-    if not (sys.stderr.isatty() if show is None else show):
-        yield lambda doing: None
-        return
-    from bilevel.progress import bar
-
-    done = -1
-    with bar(title, total, "{task.fields[value]}") as advance:
-
-        def begin(doing: str) -> None:
-            nonlocal done
-            done += 1
-            advance(done, value=doing)
-
-        yield begin
-        advance(total, value="done")
-
-
-def _page(result: Result, record: Record) -> str:
+def _page(result: ExperimentResult, record: ExperimentRecord) -> str:
     title = f"# {record.summary}\n\n{record.paper}"
     tables = "\n".join(f"## {table.title}\n\n{table.markdown()}\n" for table in result.tables)
     notes = "\n".join(f"{note}\n" for note in result.notes)

@@ -7,24 +7,32 @@ head of a few-shot episode, whose minimisers are found by other means than the c
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 import bilevel as bl
 from bilevel import trees
-from bilevel.experiments._certificate_subjects import Subject, feature_map_subject, head_subject, ridge_subject
-from bilevel.experiments._certificates_picture import draw
-from bilevel.experiments.base import Result, Table, counter, one_thread, require
-from bilevel.models._allocator import keep_freed_memory
+from bilevel.experiments._known_problems import KnownProblem, feature_map_problem, head_problem, ridge_problem
+from bilevel.experiments.base import CLAIM, ExperimentResult, ExperimentSettings, TextTable, require
+from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, dots, picture, titled
+from bilevel.progress import counter
+from bilevel.thread_pool import one_thread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAPER = "beyond the paper: Theorem 3.2 and Remark 3.3 (Section 3) made practical"
 IMPLICIT = bl.Implicit(bl.CG(tol=1e-12))
 
 
 @dataclass(frozen=True)
-class Settings:
+class CertificatesSettings(ExperimentSettings):
     """The full run."""
 
     seed: int = 0
@@ -41,236 +49,165 @@ class Settings:
 QUICK: dict[str, Any] = {"classes": 20, "steps": (1, 4, 16, 64, 256)}
 
 
-@dataclass(frozen=True)
-class Look:
-    """The truth and the promise at one T.
+def look(problem: KnownProblem, steps: int, truncated: tuple[int, ...]) -> dict[str, Any]:
+    """Run T steps, certify, and compare with the truth.
 
-    Attributes:
-        gap: |f_T − f|, and `certified_gap` its bound.
-        distance: ‖w_T − w_λ‖, `certified_distance` its bound, and `bare_distance` the textbook's ‖∇L(w_T)‖/μ.
-        errors: ‖g − ∇f‖/‖∇f‖ by method.
+    The gap is |f_T − f| and the distance ‖w_T − w_λ‖. `held` says whether both bounds lie above the truth. The errors
+    are ‖g − ∇f‖/‖∇f‖, by method.
     """
-
-    steps: int
-    value: float
-    gap: float
-    certified_gap: float
-    distance: float
-    certified_distance: float
-    bare_distance: float
-    rate: float | None
-    best_rate: float
-    errors: dict[str, float]
-    condition: str
-
-    @property
-    def held(self) -> bool:
-        """Whether both bounds lie above the truth."""
-        return self.gap <= self.certified_gap and self.distance <= self.certified_distance
-
-
-def look(subject: Subject, steps: int, truncated: tuple[int, ...]) -> Look:
-    """Run T steps, certify, and compare with the truth."""
-    arguments: dict[str, Any] = {"dynamics": subject.dynamics, "steps": steps}
-    certificate = bl.certify(subject.problem, subject.lam, subject.task, mu=subject.mu, **arguments)
+    given = problem.problem, problem.lam, problem.task
+    settings: dict[str, Any] = {"dynamics": problem.dynamics, "steps": steps}
+    certificate = bl.certify(*given, mu=problem.mu, **settings)
     found = {
-        name: bl.hypergradient(subject.problem, subject.lam, subject.task, method=method, **arguments)
-        for name, method in methods(subject, truncated).items()
+        name: bl.hypergradient(*given, method=method, **settings)
+        for name, method in methods(problem, truncated).items()
     }
     ran = found["Implicit"]  # it runs the T steps themselves, whatever gives ∇f_T
-    scale = float(trees.norm(subject.grad))
-    return Look(
-        steps=steps,
-        value=float(ran.value),
-        gap=abs(float(ran.value) - subject.value),
-        certified_gap=certificate.value_gap,
-        distance=float((ran.inner - subject.w).norm()),
-        certified_distance=certificate.inner_distance,
-        bare_distance=certificate.gradient_norm / certificate.mu,
-        rate=certificate.rate,
-        best_rate=certificate.best_rate,
-        errors={name: float(trees.norm(trees.subtract(one.grad, subject.grad))) / scale for name, one in found.items()},
-        condition=str(certificate.outcome),
-    )
+    scale = float(trees.norm(problem.grad))
+    gap, distance = abs(float(ran.value) - problem.value), float((ran.inner - problem.w).norm())
+    return {
+        "T": steps,
+        "f_T": float(ran.value),
+        "true gap": gap,
+        "certified gap": certificate.value_gap,
+        "true distance": distance,
+        "certified distance": certificate.inner_distance,
+        "‖∇L(w_T)‖/μ": certificate.gradient_norm / certificate.mu,
+        "held": gap <= certificate.value_gap and distance <= certificate.inner_distance,
+        "rate by theory": certificate.rate,
+        "rate of the best step by theory": certificate.best_rate,
+        "errors": {n: float(trees.norm(trees.subtract(one.grad, problem.grad))) / scale for n, one in found.items()},
+        "condition": str(certificate.outcome),
+    }
 
 
-def methods(subject: Subject, truncated: tuple[int, ...]) -> dict[str, bl.Method]:
+def methods(problem: KnownProblem, truncated: tuple[int, ...]) -> dict[str, bl.Method]:
     """By name: the exact ∇f_T, reverse mode through the last k steps, and the implicit gradient at w_T."""
-    return {"∇f_T": subject.unrolled, **{f"Truncated({k})": bl.Truncated(k) for k in truncated}, "Implicit": IMPLICIT}
+    return {"∇f_T": problem.unrolled, **{f"Truncated({k})": bl.Truncated(k) for k in truncated}, "Implicit": IMPLICIT}
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: CertificatesSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Three problems, every T."""
     s = settings
     _check(s)
-    keep_freed_memory()
-    subjects = [
-        ridge_subject(s.seed, s.log_penalty),
-        feature_map_subject(s.dataset, s.model, s.classes, s.rho, s.seed),
-        head_subject(s.dataset, s.model, s.l2, s.seed),
+    problems = [
+        ridge_problem(s.seed, s.log_penalty),
+        feature_map_problem(s.dataset, s.model, s.classes, s.rho, s.seed),
+        head_problem(s.dataset, s.model, s.l2, s.seed),
     ]
-    looks: list[list[Look]] = []
-    with one_thread(), counter("certificates", len(subjects) * len(s.steps), progress) as begin:
-        for subject in subjects:
-            looks.append([])
+    found: dict[str, list[dict[str, Any]]] = {}
+    with one_thread(), counter("certificates", len(problems) * len(s.steps), progress) as begin:
+        for one in problems:
+            found[one.name] = []
             for steps in s.steps:
-                begin(f"{subject.name}, T = {steps}")
-                looks[-1].append(look(subject, steps, s.truncated))
-    numbers = {one.name: _numbers(one, found) for one, found in zip(subjects, looks, strict=True)}
-    draw(out / "certificates.png", numbers)
-    tables = [
-        table
-        for one, found in zip(subjects, looks, strict=True)
-        for table in (_bounds(one.title, found), _errors(one.title, found))
-    ]
-    return Result(
-        {"problems": numbers},
-        _choices(s, subjects),
-        [_claims(numbers), *tables],
-        ("certificates.png",),
-        _notes(numbers, looks),
-        data=dict(one.data for one in subjects if one.data is not None),
-    )
+                begin(f"{one.name}, T = {steps}")
+                found[one.name].append(look(one, steps, s.truncated))
+    numbers = {one.name: _numbers(one, found[one.name]) for one in problems}
+    _draw(out / "certificates.png", numbers)
+    tables = [_claims(numbers)]
+    for one in problems:
+        tables += [_bounds(one.title, found[one.name]), _errors(one.title, found[one.name])]
+    data = dict(one.data for one in problems if one.data is not None)
+    notes = _notes(numbers, found)
+    return ExperimentResult({"problems": numbers}, _choices(s, problems), tables, ("certificates.png",), notes, data)
 
 
-def _numbers(subject: Subject, looks: list[Look]) -> dict[str, Any]:
+def _numbers(problem: KnownProblem, looks: list[dict[str, Any]]) -> dict[str, Any]:
     # Where rounding has stopped the iterates there is no rate to be seen.
-    pairs = [(a, b) for a, b in pairwise(looks) if b.distance > 1e-10 * looks[0].distance]
+    least = 1e-10 * looks[0]["true distance"]
+    seen = [(one["T"], one["true distance"]) for one in looks if one["true distance"] > least]
+    rates = [(b / a) ** (1 / (t - before)) for (before, a), (t, b) in pairwise(seen)]
+    last = ("rate by theory", "rate of the best step by theory")
     return {
-        "problem": subject.title,
-        "T": [one.steps for one in looks],
-        "f": subject.value,
-        "f_T": [one.value for one in looks],
-        "true gap": [one.gap for one in looks],
-        "certified gap": [one.certified_gap for one in looks],
-        "true distance": [one.distance for one in looks],
-        "certified distance": [one.certified_distance for one in looks],
-        "‖∇L(w_T)‖/μ": [one.bare_distance for one in looks],
-        "hypergradient errors": {name: [one.errors[name] for one in looks] for name in looks[0].errors},
-        "held": all(one.held for one in looks),
-        "rate by theory": looks[-1].rate,
-        "rate of the best step by theory": looks[-1].best_rate,
-        "slowest rate seen": max(((b.distance / a.distance) ** (1 / (b.steps - a.steps)) for a, b in pairs), default=0),
+        "problem": problem.title,
+        "f": problem.value,
+        **{name: [one[name] for one in looks] for name in SERIES},
+        "hypergradient errors": {name: [one["errors"][name] for one in looks] for name in looks[0]["errors"]},
+        "held": all(one["held"] for one in looks),
+        **{name: looks[-1][name] for name in last},
+        "slowest rate seen": max(rates, default=0),
     }
 
 
-def _bounds(title: str, looks: list[Look]) -> Table:
-    columns = (
-        "T",
-        "f_T",
-        "true gap",
-        "certified gap",
-        "above by",
-        "true distance",
-        "certified distance",
-        "‖∇L(w_T)‖/μ",
-        "held",
-    )
-    rows = [
-        (
-            str(one.steps),
-            f"{one.value:.5g}",
-            f"{one.gap:.2e}",
-            f"{one.certified_gap:.2e}",
-            f"{one.certified_gap / one.gap - 1:.0e}" if one.gap else "–",
-            f"{one.distance:.2e}",
-            f"{one.certified_distance:.2e}",
-            f"{one.bare_distance:.2e}",
-            "yes" if one.held else "NO",
-        )
-        for one in looks
-    ]
-    return Table(f"{title}: the gap |f_T − f| and the distance ‖w_T − w_λ‖", columns, rows)
+SERIES = ("T", "f_T", "true gap", "certified gap", "true distance", "certified distance", "‖∇L(w_T)‖/μ")
 
 
-def _errors(title: str, looks: list[Look]) -> Table:
-    names = list(looks[0].errors)
-    rows = [(str(one.steps), *(f"{one.errors[name]:.2e}" for name in names)) for one in looks]
-    return Table(f"{title}: relative distance of hypergradients from ∇f", ("T", *names), rows)
+def _bounds(title: str, looks: list[dict[str, Any]]) -> TextTable:
+    columns = (*SERIES[:4], "above by", *SERIES[4:], "held")
+    rows = []
+    for one in looks:
+        above = f"{one['certified gap'] / one['true gap'] - 1:.0e}" if one["true gap"] else "–"
+        gaps, distances = ([f"{one[name]:.2e}" for name in names] for names in (SERIES[2:4], SERIES[4:]))
+        held = "yes" if one["held"] else "NO"
+        rows.append((str(one["T"]), f"{one['f_T']:.5g}", *gaps, above, *distances, held))
+    return TextTable(f"{title}: the gap |f_T − f| and the distance ‖w_T − w_λ‖", columns, rows)
 
 
-def _claims(numbers: dict[str, Any]) -> Table:
+def _errors(title: str, looks: list[dict[str, Any]]) -> TextTable:
+    rows = [(str(one["T"]), *(f"{error:.2e}" for error in one["errors"].values())) for one in looks]
+    return TextTable(f"{title}: relative distance of hypergradients from ∇f", ("T", *looks[0]["errors"]), rows)
+
+
+def _claims(numbers: dict[str, Any]) -> TextTable:
     rows = []
     for name, one in numbers.items():
-        first, last = one["true distance"][0], one["true distance"][-1]
-        gap = one["true gap"][-1]
+        first, last, gap = one["true distance"][0], one["true distance"][-1], one["true gap"][-1]
         seen, rate, best = (
             one[key] for key in ("slowest rate seen", "rate by theory", "rate of the best step by theory")
         )
+        left = f"{last:.1e} and {gap:.1e} left at T = {one['T'][-1]}"
+        agrees = "none" if last < first else "differs"
+        theory = f"{best:.5f} a step with the best constant step (Remark 3.3)"
+        allowed = f"with our η theory allows {rate:.5f}, {'and it held' if seen <= rate else 'which was NOT held'}"
+        held = "held at every T" if one["held"] else "BROKEN"
+        told = "computed from w_T alone, see the next tables"
+        limit = f"{name}: w_T → w_λ, f_T → f"
         rows += [
-            (
-                f"{name}: w_T → w_λ, f_T → f",
-                "in the limit (Theorem 3.2)",
-                f"{last:.1e} and {gap:.1e} left at T = {one['T'][-1]}",
-                "none" if last < first else "differs",
-                "L is strongly convex and η < 2/ν",
-            ),
-            (
-                f"{name}: linear rate",
-                f"{best:.5f} a step with the best constant step (Remark 3.3)",
-                f"{seen:.5f} at its slowest",
-                f"{seen - best:+.5f}",
-                f"with our η theory allows {rate:.5f}, {'and it held' if seen <= rate else 'which was NOT held'}",
-            ),
-            (
-                f"{name}: the certified bounds",
-                "none given",
-                "held at every T" if one["held"] else "BROKEN",
-                "beyond the paper",
-                "computed from w_T alone, see the next tables",
-            ),
+            (limit, "in the limit (Theorem 3.2)", left, agrees, "L is strongly convex and η < 2/ν"),
+            (f"{name}: linear rate", theory, f"{seen:.5f} at its slowest", f"{seen - best:+.5f}", allowed),
+            (f"{name}: the certified bounds", "none given", held, "beyond the paper", told),
         ]
-    return Table("Section 3 and what was measured", ("claim", "paper", "ours", "difference", "why"), rows)
+    return TextTable("Section 3 and what was measured", CLAIM, rows)
 
 
-def _notes(numbers: dict[str, Any], looks: list[list[Look]]) -> list[str]:
+def _notes(numbers: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> list[str]:
     everywhere = all(one["held"] for one in numbers.values())
     count = sum(len(one["T"]) for one in numbers.values())
     notes = [
         f"The bounds lay above the truth {'in all' if everywhere else 'NOT in all'} {count} cases.",
         "What they rest on, in the certificates' own words (for the head, which is no quadratic, μ = l2 holds "
         "everywhere, because cross-entropy is convex): "
-        + " ".join(f"({name}) {found[-1].condition}" for name, found in zip(numbers, looks, strict=True)),
+        + " ".join(f"({name}) {looks[-1]['condition']}" for name, looks in found.items()),
     ]
-    for name, one in numbers.items():
-        errors = {method: values[-1] for method, values in one["hypergradient errors"].items()}
-        ahead = [
-            str(t)
-            for t, implicit, unrolled in zip(
-                one["T"], one["hypergradient errors"]["Implicit"], one["hypergradient errors"]["∇f_T"], strict=True
-            )
-            if implicit < unrolled
-        ]
+    for name, looks in found.items():
+        ahead = [str(one["T"]) for one in looks if one["errors"]["Implicit"] < one["errors"]["∇f_T"]]
         notes.append(
-            f"{name}: at T = {one['T'][-1]} the relative distances from ∇f are "
-            + ", ".join(f"{value:.1e} ({method})" for method, value in errors.items())
+            f"{name}: at T = {looks[-1]['T']} the relative distances from ∇f are "
+            + ", ".join(f"{value:.1e} ({method})" for method, value in looks[-1]["errors"].items())
             + f"; Implicit is nearer to ∇f than ∇f_T at {'T = ' + ', '.join(ahead) if ahead else 'no T'}."
         )
     return notes
 
 
-def _choices(s: Settings, subjects: list[Subject]) -> dict[str, str]:
+def _choices(s: CertificatesSettings, problems: list[KnownProblem]) -> dict[str, str]:
     return {
         "ridge": f"the data of `bilevel run ridge` with seed {s.seed}, at λ_i = {s.log_penalty:g}, with its η",
-        "feature map": (
-            f"the problem of `bilevel run effect-of-t` with {s.classes} classes, at H = I, ρ = {s.rho:g}, η = 1/ν"
-        ),
-        "head": (
-            f"one test episode for {s.model} in float64, l2 = {s.l2:g} where the paper's experiments have 0: without "
-            "it L is not strongly convex and nothing can be certified"
-        ),
-        "truth": "; ".join(f"({one.name}) {one.origin}" for one in subjects),
+        "feature map": f"the problem of `bilevel run effect-of-t` with {s.classes} classes, at H = I, ρ = {s.rho:g}, "
+        "η = 1/ν",
+        "head": f"one test episode for {s.model} in float64, l2 = {s.l2:g} where the paper's experiments have 0: "
+        "without it L is not strongly convex and nothing can be certified",
+        "truth": "; ".join(f"({one.name}) {one.origin}" for one in problems),
         "implicit": "CG to a relative residual of 1e-12, at w_T",
     }
 
 
-def _check(s: Settings) -> None:
+def _check(s: CertificatesSettings) -> None:
     require(
         len(s.steps) >= 2 and all(t >= 1 for t in s.steps) and list(s.steps) == sorted(set(s.steps)),
         f"steps={s.steps} must be growing numbers T ≥ 1, at least two.",
     )
-    require(all(k >= 1 for k in s.truncated), f"truncated={s.truncated} must be numbers of steps ≥ 1.")
-    require(s.classes >= 2, f"classes={s.classes} leaves nothing to tell apart; pass at least 2.")
+    s.at_least(1, truncated="must be numbers of steps")
+    s.at_least(2, classes="leaves nothing to tell apart")
     for name in ("rho", "l2"):
         require(
             getattr(s, name) > 0,
@@ -279,3 +216,57 @@ def _check(s: Settings) -> None:
         )
     require(s.l2 < 1, f"l2={s.l2} alone would make the head's step too long; pass a number below 1.")
     require(abs(s.log_penalty) <= 4, f"log_penalty={s.log_penalty} must lie between -4 and 4, where η converges.")
+
+
+# The picture: bounds above the truth, and hypergradient errors, against T.
+
+# Smaller values are rounding; on a logarithmic axis they would push everything else together.
+FLOOR = 1e-14
+
+
+def _draw(path: Path, problems: Mapping[str, Any]) -> None:
+    """A column for every problem: gaps and distances above, hypergradient errors below."""
+    with picture(path, width=12.5, height=7.6) as figure:
+        grid = figure.subplots(2, len(problems), squeeze=False, sharex="col")
+        for column, one in enumerate(problems.values()):
+            top, bottom = grid[:, column]
+            titled(top, textwrap.fill(one["problem"], 44), "", "" if column else "distance from the limit")
+            _draw_bounds(top, one)
+            titled(bottom, "", "inner steps $T$", "" if column else r"$\|g - \nabla f\|\,/\,\|\nabla f\|$")
+            _draw_errors(bottom, one)
+            for axes in (top, bottom):
+                axes.set_yscale("log")
+                axes.set_xscale("log", base=4)
+                axes.set_xticks(one["T"], [str(t) for t in one["T"]])
+                axes.minorticks_off()
+        for row in grid:
+            # Every curve falls, so that the lower left corner of the last column is the free one.
+            row[-1].legend(*row[0].get_legend_handles_labels(), loc="lower left", fontsize=9)
+
+
+def _draw_bounds(axes: Axes, one: Mapping[str, Any]) -> None:
+    shown = ((r"$|f_T - f|$", "gap", BLUE, "o"), (r"$\|w_T - w_\lambda\|$", "distance", ORANGE, "s"))
+    for name, key, colour, marker in shown:
+        certified = _finite(one[f"certified {key}"])
+        axes.plot(one["T"], certified, color=colour, linestyle="--", linewidth=1.4, label=f"{name}, certified")
+        dots(axes, one["T"], _finite(one[f"true {key}"]), colour, f"{name}, true", 6.5, marker=marker)
+    bare = _finite(one["‖∇L(w_T)‖/μ"])
+    axes.plot(one["T"], bare, color=GREY, linestyle=":", label=r"$\|\nabla L(w_T)\|/\mu$")
+
+
+def _draw_errors(axes: Axes, one: Mapping[str, Any]) -> None:
+    truncated = iter((SKY, PURPLE, GREEN, RED))
+    for name, values in one["hypergradient errors"].items():
+        if name == "∇f_T":
+            style: dict[str, Any] = {"color": BLACK, "marker": "o", "label": r"$\nabla f_T$"}
+        elif name == "Implicit":
+            style = {"color": RED, "marker": "s", "label": "Implicit at $w_T$"}
+        else:
+            style = {"color": next(truncated, GREY), "marker": "^", "linestyle": "--", "label": name}
+        axes.plot(one["T"], _finite(values), markersize=5.5, linewidth=1.5, **style)
+
+
+def _finite(values: Sequence[float]) -> Any:
+    """Infinite bounds are left out."""
+    shown = np.maximum(np.array(values, float), FLOOR)
+    return np.where(np.isfinite(shown), shown, np.nan)

@@ -19,16 +19,17 @@ import bilevel as bl
 from bilevel.experiments import _effect_of_t_picture as pictures
 from bilevel.experiments import _effect_of_t_tables as words
 from bilevel.experiments._effect_of_t_times import measure
-from bilevel.experiments._feature_map import Data, draw_data, exact_value, feature_map, right
-from bilevel.experiments.base import Result, counter, finished, one_thread, require
-from bilevel.models._allocator import keep_freed_memory
+from bilevel.experiments._feature_map import FeatureMapData, draw_data, exact_value, feature_map, right
+from bilevel.experiments.base import ExperimentResult, ExperimentSettings, finished, label, require
 from bilevel.outer_loop import Iteration
+from bilevel.progress import counter
+from bilevel.thread_pool import one_thread
 
 PAPER = "Figures 3 and 4, Table 2 (Section 5.1)"
 
 
 @dataclass(frozen=True)
-class Settings:
+class EffectOfTSettings(ExperimentSettings):
     """The full run."""
 
     seed: int = 0
@@ -52,7 +53,7 @@ QUICK: dict[str, Any] = {"iterations": 25, "repeats": 3}
 
 
 @dataclass(frozen=True)
-class Fit:
+class FeatureMapFit:
     """One outer run.
 
     Attributes:
@@ -72,7 +73,9 @@ class Fit:
     right_at_end: Tensor
 
 
-def fit(settings: Settings, data: Data, steps: int | None, begin: Callable[[str], None] | None = None) -> Fit:
+def fit(
+    settings: EffectOfTSettings, data: FeatureMapData, steps: int | None, begin: Callable[[str], None] | None = None
+) -> FeatureMapFit:
     """Learn H through `steps` steps of gradient descent or, with None, exactly."""
     seen: list[Tensor] = []
 
@@ -88,7 +91,7 @@ def fit(settings: Settings, data: Data, steps: int | None, begin: Callable[[str]
         data.task,
         dynamics=bl.GradientDescent(lr),
         steps=steps or 0,
-        # Both are exact, and a handful of steps is sooner walked back than the eigenvalues are found.
+        # Both are exact; for up to four steps, Reverse is faster than an eigendecomposition.
         method=bl.Spectral() if steps and steps > 4 else bl.Reverse(),
         optimizer=lambda params: torch.optim.SGD(params, lr=settings.outer_lr, momentum=settings.momentum),
         iterations=settings.iterations,
@@ -110,30 +113,29 @@ def fit(settings: Settings, data: Data, steps: int | None, begin: Callable[[str]
         "η·ν": lr * data.curvature(h, settings.rho),
     }
     values = [*map(float, solution.history["value"]), solution.value]
-    return Fit(values, accuracies, h, ends, seen[accuracies.index(max(accuracies))], seen[-1])
+    return FeatureMapFit(values, accuracies, h, ends, seen[accuracies.index(max(accuracies))], seen[-1])
 
 
-def step_size(settings: Settings, data: Data) -> float:
+def step_size(settings: EffectOfTSettings, data: FeatureMapData) -> float:
     """η = step_scale/ν with the ν of H_0."""
     return settings.step_scale / data.curvature(data.start(), settings.rho)
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: EffectOfTSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Figures 3 and 4, and Table 2 twice."""
     _check(settings)
     s, rows = settings, [*settings.steps, None]
     data = draw_data(s.dataset, s.model, s.classes, (s.train, s.val, s.test), s.seed)
-    keep_freed_memory()
     with one_thread(), counter("effect-of-t", len(rows) * s.iterations + s.repeats, progress) as begin:
         fits = {label(steps): fit(s, data, steps, begin) for steps in rows}
         times = measure(data, s.rho, step_size(s, data), s.steps, s.heights, s.repeats, begin)
     numbers = _numbers(fits)
     pictures.draw_curves(out / "optimisation.png", numbers["T"])
     pictures.draw_times(out / "times.png", times)
-    return Result(
+    return ExperimentResult(
         numbers,
         _choices(s, data),
-        [words.runs(numbers), words.claims(s, numbers, times), *words.seconds(times), words.sizes(times)],
+        [words.runs(numbers), words.claims(numbers, times), *words.seconds(times), words.sizes(times)],
         ("optimisation.png", "times.png"),
         words.notes(s, numbers, times),
         data={data.name: data.description},
@@ -141,15 +143,11 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     )
 
 
-def label(steps: int | None) -> str:
-    return "exact" if steps is None else str(steps)
-
-
 def _share(hits: Tensor) -> float:
     return float(hits.double().mean())
 
 
-def _numbers(fits: dict[str, Fit]) -> dict[str, Any]:
+def _numbers(fits: dict[str, FeatureMapFit]) -> dict[str, Any]:
     exact = fits["exact"]
     found = {}
     for name, one in fits.items():
@@ -170,54 +168,39 @@ def _paired(ours: Tensor, theirs: Tensor) -> dict[str, float]:
     return {"difference": float(gaps.mean()), "interval": float(1.96 * gaps.std() / len(gaps) ** 0.5)}
 
 
-def _choices(s: Settings, data: Data) -> dict[str, str]:
+def _choices(s: EffectOfTSettings, data: FeatureMapData) -> dict[str, str]:
     drawings = "20 drawings of a character" if s.dataset == "omniglot" else "the drawings of a class"
     return {
-        "sets": (
-            f"{s.train} training, {s.val} validation and {s.test} test examples a class, no drawing in two sets; the "
-            f"paper's 3, 3 and 15 would need 21, and there are {drawings}"
-        ),
+        "sets": f"{s.train} training, {s.val} validation and {s.test} test examples a class, no drawing in two sets; "
+        f"the paper's 3, 3 and 15 would need 21, and there are {drawings}",
         "classes": f"{s.classes} that are new to the network: meta-test classes, not rotated, drawn by the seed",
-        "features": (
-            f"{data.train[0].shape[1]} numbers of {s.model}, batch norm {data.batch_norm}; no constant feature; one "
-            "factor on all of them makes the mean squared norm 1 on the training set"
-        ),
+        "features": f"{data.train[0].shape[1]} numbers of {s.model}, batch norm {data.batch_norm}; no constant "
+        "feature; one factor on all of them makes the mean squared norm 1 on the training set",
         "ρ": f"{s.rho:g} in ½‖XHw − Y‖² + ρ/2 ‖w‖², which has the paper's closed form",
         "outer objective": "mean over the validation set of ‖y − wᵀHᵀx‖², y a unit vector",
         "inner step size": f"η = {s.step_scale:g}/ν with the ν of H_0, the same for all T and hyperiterations; w_0 = 0",
         "start of H": "the identity",
-        "outer optimiser": (
-            f"gradient descent with momentum {s.momentum:g} and step {s.outer_lr:g}, {s.iterations} hyperiterations, "
-            "the same for all T"
-        ),
-        "hypergradient": (
-            "Reverse() up to T = 4 and Spectral() above, which both give the exact ∇f_T; 'exact' differentiates w_H"
-        ),
+        "outer optimiser": f"gradient descent with momentum {s.momentum:g} and step {s.outer_lr:g}, {s.iterations} "
+        "hyperiterations, the same for all T",
+        "hypergradient": "Reverse() up to T = 4 and Spectral() above, which both give the exact ∇f_T; 'exact' "
+        "differentiates w_H",
         "accuracy": "of w_T at the current H, by the largest of the outputs",
         "precision": "float64; the network ran in float32",
-        "time": (
-            f"processor seconds of one thread for f_T and ∇f_T at H_0, the least of {s.repeats} rounds in "
-            "which everything is measured in turn; the paper's are seconds of a whole run on a GPU"
-        ),
+        "time": f"processor seconds of one thread for f_T and ∇f_T at H_0, the least of {s.repeats} rounds in which "
+        "everything is measured in turn; the paper's are seconds of a whole run on a GPU",
     }
 
 
-def _check(s: Settings) -> None:
-    require(s.classes >= 2, f"classes={s.classes} leaves nothing to tell apart; pass at least 2.")
-    for name in ("train", "val", "test"):
-        require(getattr(s, name) >= 1, f"{name}={getattr(s, name)} leaves a set empty; pass at least 1.")
+def _check(s: EffectOfTSettings) -> None:
+    s.at_least(2, classes="leaves nothing to tell apart")
+    empty = "leaves a set empty"
+    s.at_least(1, train=empty, val=empty, test=empty, heights="must be numbers of rows")
+    s.at_least(1, iterations="learns nothing", repeats="measures no time")
     require(
         len(s.steps) >= 1 and all(t >= 1 for t in s.steps) and list(s.steps) == sorted(set(s.steps)),
         f"steps={s.steps} must be growing numbers T ≥ 1; the exact run is always added.",
     )
     require(s.rho > 0, f"rho={s.rho} leaves the inner problem without a unique minimiser; pass a positive number.")
-    require(
-        0 < s.step_scale < 2,
-        f"step_scale={s.step_scale} gives η = {s.step_scale}/ν, and gradient descent needs 0 < η < 2/ν; pass a number "
-        "between 0 and 2.",
-    )
+    s.check_step_scale(s.step_scale)
     require(s.outer_lr > 0, f"outer_lr={s.outer_lr} must be positive.")
     require(0 <= s.momentum < 1, f"momentum={s.momentum} must be at least 0 and below 1.")
-    require(s.iterations >= 1, f"iterations={s.iterations} learns nothing; pass at least 1.")
-    require(s.repeats >= 1, f"repeats={s.repeats} measures no time; pass at least 1.")
-    require(all(h >= 1 for h in s.heights), f"heights={s.heights} must be numbers of rows ≥ 1.")

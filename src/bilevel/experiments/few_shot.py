@@ -11,18 +11,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bilevel.data import ImageDataset
-from bilevel.experiments._few_shot_picture import draw
-from bilevel.experiments.base import Result, Table, counter, described, one_thread, require, single_precision
-from bilevel.meta import library
-from bilevel.meta.evaluation import GROUP, Final, choose_and_test
-from bilevel.meta.presets import RECIPES, preset
-from bilevel.meta.recipes import is_recipe
-from bilevel.meta.training import episodes, open_data
+from bilevel.experiments._trainings import draw_curve
+from bilevel.experiments.base import (
+    ExperimentResult,
+    ExperimentSettings,
+    TextTable,
+    described,
+    percent,
+    require,
+    single_precision,
+)
+from bilevel.learners import library
+from bilevel.learners.evaluation import GROUP, Final, choose_and_test
+from bilevel.learners.presets import RECIPES, preset
+from bilevel.learners.recipes import is_recipe
+from bilevel.learners.streams import episodes, open_data
 from bilevel.models.batch_norm import MEANING, Mode
+from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, legend_below, picture, titled
+from bilevel.progress import counter
+from bilevel.thread_pool import one_thread
 from bilevel.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAPER = "Table 3 (Section 5.2)"
 
@@ -64,7 +78,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class FewShotSettings(ExperimentSettings):
     """The full run. `runs` is where trainings lie, each in a folder with the name of its row."""
 
     seed: int = 0
@@ -81,11 +95,11 @@ QUICK: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class FewShotRow:
     """A row of the table, with a score for every batch norm mode; without a model it is not trained yet."""
 
     name: str
-    model: library.Trained | None = None
+    model: library.TrainedLearner | None = None
     finals: Mapping[Mode, Final] = field(default_factory=dict)
 
     @property
@@ -94,7 +108,7 @@ class Row:
         return self.finals["episode"] if "episode" in self.finals else next(iter(self.finals.values()))
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Judge every row that has a model."""
     _check(settings)
     models = {name: find_model(name, Path(settings.runs)) for name in settings.rows}
@@ -106,12 +120,12 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
         with counter("few-shot", work, progress) as begin:
             rows = [
-                Row(name) if model is None else score(settings, name, model, opened[_split(model)], begin)
+                FewShotRow(name) if model is None else score(settings, name, model, opened[_split(model)], begin)
                 for name, model in models.items()
             ]
     numbers = {row.name: _numbers(row) for row in rows}
-    draw(out / "few-shot.png", numbers)
-    return Result(
+    _draw(out / "few-shot.png", numbers)
+    return ExperimentResult(
         numbers,
         _choices(),
         [*_tables(settings, rows), _others()],
@@ -122,7 +136,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     )
 
 
-def modes(name: str, model: library.Trained) -> tuple[Mode, ...]:
+def modes(name: str, model: library.TrainedLearner) -> tuple[Mode, ...]:
     """The batch norms that a row is judged with: on MiniImagenet the paper's and one without the other queries."""
     own = model.settings.batch_norm
     if not name.startswith("miniimagenet"):
@@ -130,7 +144,7 @@ def modes(name: str, model: library.Trained) -> tuple[Mode, ...]:
     return "episode", "running" if own == "running" else "support"
 
 
-def find_model(name: str, runs: Path) -> library.Trained | None:
+def find_model(name: str, runs: Path) -> library.TrainedLearner | None:
     """The training in `runs/name`, once it has weights, or else the model of that name in the zoo."""
     name = STAGED[name][0] if name in STAGED else name
     folder = RunFolder(runs / name)
@@ -141,11 +155,11 @@ def find_model(name: str, runs: Path) -> library.Trained | None:
     return library.find(f"{library.PREFIX}{name}") if name in library.zoo() else None
 
 
-def _split(model: library.Trained) -> tuple[str, int, int]:
+def _split(model: library.TrainedLearner) -> tuple[str, int, int]:
     return model.settings.dataset, model.settings.image_size, model.settings.seed
 
 
-def score(s: Settings, name: str, model: library.Trained, data: ImageDataset, begin: Any) -> Row:
+def score(s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset, begin: Any) -> FewShotRow:
     """One row: T chosen on meta-validation, then meta-test; both with every batch norm mode of the row."""
     model.check_data(data)
     wanted = preset(_paper_row(name))
@@ -156,7 +170,7 @@ def score(s: Settings, name: str, model: library.Trained, data: ImageDataset, be
     for mode in modes(name, model):
         model.learner.batch_norm = mode
         finals[mode] = choose_and_test(model.learner, val, test, s.episodes, tried, lambda done: begin(name))
-    return Row(name, model, finals)
+    return FewShotRow(name, model, finals)
 
 
 def _paper_row(name: str) -> str:
@@ -164,7 +178,7 @@ def _paper_row(name: str) -> str:
     return STAGED[name][1] if name in STAGED else name
 
 
-def _check_fits(name: str, model: library.Trained) -> None:
+def _check_fits(name: str, model: library.TrainedLearner) -> None:
     wanted = preset(name) if name in PRINTED else next(iter(RECIPES[STAGED[name][0]].stages.values()))
     found = model.settings
     require(
@@ -174,7 +188,7 @@ def _check_fits(name: str, model: library.Trained) -> None:
     )
 
 
-def _numbers(row: Row) -> dict[str, Any]:
+def _numbers(row: FewShotRow) -> dict[str, Any]:
     printed, interval = PRINTED[_paper_row(row.name)]
     numbers: dict[str, Any] = {"paper": printed, "paper interval": interval}
     if row.model is None:
@@ -197,7 +211,7 @@ def _numbers(row: Row) -> dict[str, Any]:
     }
 
 
-def _tables(s: Settings, rows: list[Row]) -> list[Table]:
+def _tables(s: FewShotSettings, rows: list[FewShotRow]) -> list[TextTable]:
     """The paper's recipe and trainings in stages, apart: nobody should mistake one for the other."""
     parts = {
         "The paper's recipe": [row for row in rows if row.name in PRINTED],
@@ -207,7 +221,7 @@ def _tables(s: Settings, rows: list[Row]) -> list[Table]:
     }
     columns = ("row", "paper", "ours", "difference", "every query for itself", "T", "hyperiterations", "million images")
     return [
-        Table(
+        TextTable(
             f"{title}. Accuracy in per cent on {s.episodes} meta-test episodes, support and query sets disjoint",
             (*columns, "minutes", "batch norm in training", "model", "why"),
             [_line(row) for row in part],
@@ -218,7 +232,7 @@ def _tables(s: Settings, rows: list[Row]) -> list[Table]:
     ]
 
 
-def _line(row: Row) -> tuple[str, ...]:
+def _line(row: FewShotRow) -> tuple[str, ...]:
     printed, interval = PRINTED[_paper_row(row.name)]
     paper = f"{printed:.2f}" + (f" ± {interval:.2f}" if interval else "")
     if _paper_row(row.name) == "miniimagenet-c4l-5shot":
@@ -228,22 +242,22 @@ def _line(row: Row) -> tuple[str, ...]:
     if row.model is None:
         command = STAGED[row.name][0] if row.name in STAGED else row.name
         return row.name, paper, "not trained yet", *[""] * 8, f"bilevel train {command}"
-    ours, width = 100 * row.final.accuracy, 100 * row.final.interval
-    alone = [final for mode, final in row.finals.items() if mode != "episode"]
+    gap = 100 * row.final.accuracy - printed
+    alone = [percent(final.accuracy, final.interval) for mode, final in row.finals.items() if mode != "episode"]
     stages = row.model.stages
     return (
         row.name,
         paper,
-        f"{ours:.2f} ± {width:.2f}",
-        f"{ours - printed:+.2f}",
-        ", ".join(f"{100 * final.accuracy:.2f} ± {100 * final.interval:.2f}" for final in alone),
+        percent(row.final.accuracy, row.final.interval),
+        f"{gap:+.2f}",
+        ", ".join(alone),
         ", ".join(str(final.steps) for final in row.finals.values()),
         " + ".join(_count(stage["hyperiterations"], "{:,}") for stage in stages),
         " + ".join(_count(stage["images"] and stage["images"] / 1e6, "{:.2f}") for stage in stages),
         " + ".join(_count(stage["minutes"], "{:.0f}") for stage in stages),
         row.model.settings.batch_norm,
         row.model.name,
-        _why(row.model, ours - printed, width),
+        _why(row.model, gap, 100 * row.final.interval),
     )
 
 
@@ -251,7 +265,7 @@ def _count(value: float | None, form: str) -> str:
     return "?" if value is None else form.format(value)
 
 
-def _why(model: library.Trained, gap: float, width: float) -> str:
+def _why(model: library.TrainedLearner, gap: float, width: float) -> str:
     if abs(gap) <= width:
         return "within our interval"
     if gap > 0:
@@ -264,16 +278,13 @@ def _why(model: library.Trained, gap: float, width: float) -> str:
     return f"{total:,} hyperiterations so far; the authors report about 100,000 for C4L"
 
 
-def _others() -> Table:
+def _others() -> TextTable:
     columns = [f"{data} {shots}-shot" for data in ("Omniglot 5", "Omniglot 20", "MiniImagenet") for shots in (1, 5)]
-    return Table(
-        "The paper's table: other methods as their authors report them, and its own",
-        ("method", *columns),
-        [(method, *values) for method, values in OTHERS.items()],
-    )
+    title = "The paper's table: other methods as their authors report them, and its own"
+    return TextTable(title, ("method", *columns), [(method, *values) for method, values in OTHERS.items()])
 
 
-def _notes(s: Settings, rows: list[Row]) -> tuple[str, ...]:
+def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
     missing = [row.name for row in rows if row.model is None]
     used = sorted({mode for row in rows for mode in row.finals})
     told = [
@@ -294,20 +305,53 @@ def _notes(s: Settings, rows: list[Row]) -> tuple[str, ...]:
 
 def _choices() -> dict[str, str]:
     return {
-        "training": (
-            "the commands are in the cards of the model zoo and in the config.json of a run; the paper's settings with "
-            "a bound on the inner step (at most 1/ν), smaller meta-batches on Omniglot, and an averaged λ"
-        ),
+        "training": "the commands are in the cards of the model zoo and in the config.json of a run; the paper's "
+        "settings with a bound on the inner step (at most 1/ν), smaller meta-batches on Omniglot, and an averaged λ",
         "C4L 5-shot": "not printed in the paper; 61.93 is what its '4.2 % relative improvement' of RN implies",
     }
 
 
-def _check(s: Settings) -> None:
+def _check(s: FewShotSettings) -> None:
     known = [*PRINTED, *STAGED]
     require(
         bool(s.rows) and all(name in known for name in s.rows),
         f"rows={','.join(s.rows)} must be some of {', '.join(known)}, separated by commas.",
     )
-    require(s.episodes >= 2, f"episodes={s.episodes} give no interval; pass at least 2.")
-    require(s.most_steps >= 1, f"most_steps={s.most_steps} leaves no T to choose; pass at least 1.")
+    s.at_least(2, episodes="give no interval")
+    s.at_least(1, most_steps="leaves no T to choose")
     require(s.runs == "runs" or Path(s.runs).is_dir(), f"runs={s.runs} is no folder.")
+
+
+def _draw(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Our accuracies beside the paper's on the left; on the right, how the trainings got there, where that is known."""
+    curves = {name: row["curve"] for name, row in numbers.items() if len(row.get("curve", [])) > 1}
+    with picture(path, width=12 if curves else 7, height=max(3.2, 0.55 * len(numbers) + 1.4)) as figure:
+        panels = figure.subplots(1, 2 if curves else 1, squeeze=False)[0]
+        _draw_rows(panels[0], numbers)
+        if curves:
+            labels = "hyperiterations of the last stage", "meta-validation accuracy in per cent"
+            axes = titled(panels[1], "While learning", *labels)
+            for (name, points), colour in zip(curves.items(), (*COLOURS, GREY, BLACK), strict=False):
+                draw_curve(axes, points, colour, name)
+                low, high = ([100 * (point[1] + sign * point[2]) for point in points] for sign in (-1, 1))
+                axes.fill_between([point[0] for point in points], low, high, color=colour, alpha=0.15, linewidth=0)
+            legend_below(axes)
+
+
+def _draw_rows(axes: Axes, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+    titled(axes, "Meta-test accuracy in per cent")
+    places = list(range(len(numbers)))[::-1]
+    theirs: dict[str, Any] = {"fmt": "D", "color": GREY, "capsize": 3}
+    ours = theirs | {"fmt": "o", "color": BLUE}
+    for place, row in zip(places, numbers.values(), strict=True):
+        axes.errorbar(row["paper"], place + 0.16, xerr=row["paper interval"], **theirs)
+        if row["trained"]:
+            axes.errorbar(100 * row["accuracy"], place - 0.16, xerr=100 * row["interval"], **ours)
+        else:
+            beside: Any = {"textcoords": "offset points", "va": "center", "fontsize": 9, "color": GREY}
+            axes.annotate("not trained yet", (row["paper"], place - 0.16), (9, 0), **beside)
+    axes.errorbar([], [], label="the paper", **theirs)
+    axes.errorbar([], [], label="ours", **ours)
+    axes.set_yticks(places, list(numbers))
+    axes.set_ylim(-0.6, len(numbers) - 0.4)
+    legend_below(axes)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import bilevel as bl
-from bilevel.experiments._plotting import BLACK, BLUE, GREEN, ORANGE, RED, picture, titled
-from bilevel.experiments.base import Result, Table, one_thread, require
+from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, require
+from bilevel.plotting import BLACK, BLUE, GREEN, ORANGE, RED, dots, picture, titled
+from bilevel.thread_pool import one_thread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ PAPER = "Figure 2 (Section 3)"
 
 
 @dataclass(frozen=True)
-class Settings:
+class TwoWellsSettings(ExperimentSettings):
     """The full run."""
 
     seed: int = 0
@@ -63,7 +64,7 @@ def two_wells(start: float) -> bl.Problem:
     )
 
 
-def draw_task(s: Settings) -> bl.Task:
+def draw_task(s: TwoWellsSettings) -> bl.Task:
     generator = torch.Generator().manual_seed(s.seed)
     truth = torch.tensor(s.truth, dtype=torch.float64)
 
@@ -88,22 +89,15 @@ def minimisers(task: bl.Task, penalty: float) -> tuple[float, float]:
     return u**0.5, -(u**0.5)
 
 
-def approximation(task: bl.Task, penalty: float, steps: int, s: Settings) -> tuple[float, float]:
+def approximation(task: bl.Task, penalty: float, steps: int, s: TwoWellsSettings) -> tuple[float, float]:
     """w_T and f_T(λ)."""
     lam = torch.tensor(penalty, dtype=torch.float64)
-    found = bl.hypergradient(
-        two_wells(s.start),
-        lam,
-        task,
-        dynamics=bl.GradientDescent(s.lr),
-        steps=steps,
-        method=bl.Reverse(),
-        allow_unused=True,
-    )
+    arguments: dict[str, Any] = {"dynamics": bl.GradientDescent(s.lr), "steps": steps, "method": bl.Reverse()}
+    found = bl.hypergradient(two_wells(s.start), lam, task, **arguments, allow_unused=True)
     return float(found.inner), float(found.value)
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: TwoWellsSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Figure 2 from data: both outer values, and f_T on its way to the wrong one."""
     s = settings
     require(
@@ -129,10 +123,10 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         "The paper's figure is a cartoon without numbers; this one is computed. The gap holds for every λ tried, see "
         "result.json.",
     )
-    return Result(numbers, _choices(s), [_table(s, numbers)], ("figure-2.png",), notes)
+    return ExperimentResult(numbers, _choices(s), [_table(s, numbers)], ("figure-2.png",), notes)
 
 
-def _limits(task: bl.Task, penalty: float, s: Settings) -> dict[str, float]:
+def _limits(task: bl.Task, penalty: float, s: TwoWellsSettings) -> dict[str, float]:
     """w1 on the side of the start and w2 on the other, their inner and outer values, and what the largest T gives at
     this λ."""
     right, left = minimisers(task, penalty)
@@ -146,36 +140,23 @@ def _limits(task: bl.Task, penalty: float, s: Settings) -> dict[str, float]:
     return values | {"f": min(values["E1"], values["E2"])}
 
 
-def _table(s: Settings, numbers: dict[str, Any]) -> Table:
+def _table(s: TwoWellsSettings, numbers: dict[str, Any]) -> TextTable:
     at = numbers["at"]
+    last = f"f_T(λ), T = {max(s.steps)}"
+    compared = (
+        ("L(w1), w1 on the side of the start", "= L(w2)", "L1", "L2", ".1e", "both minimise the inner objective"),
+        ("E(w1)", "> E(w2)", "E1", "E2", ".3f", "the training data do not tell the sign of w"),
+        ("E(w2)", "= f(λ)", "E2", "f", ".1e", "f(λ) is the better of the two, by Eq. 2"),
+        (last, "→ E(w1)", "f_T", "E1", ".1e", "gradient descent stays on the side where it began"),
+    )
     rows = [
-        (
-            "L(w1), w1 on the side of the start",
-            "= L(w2)",
-            f"{at['L1']:.6f}",
-            f"{at['L1'] - at['L2']:+.1e}",
-            "both minimise the inner objective",
-        ),
-        (
-            "E(w1)",
-            "> E(w2)",
-            f"{at['E1']:.6f}",
-            f"{at['E1'] - at['E2']:+.3f}",
-            "the training data do not tell the sign of w",
-        ),
-        ("E(w2)", "= f(λ)", f"{at['E2']:.6f}", f"{at['E2'] - at['f']:+.1e}", "f(λ) is the better of the two, by Eq. 2"),
-        (
-            f"f_T(λ), T = {max(s.steps)}",
-            "→ E(w1)",
-            f"{at['f_T']:.6f}",
-            f"{at['f_T'] - at['E1']:+.1e}",
-            "gradient descent stays on the side where it began",
-        ),
+        (name, paper, f"{at[ours]:.6f}", f"{at[ours] - at[other]:+{form}}", why)
+        for name, paper, ours, other, form, why in compared
     ]
-    return Table(f"Figure 2 at λ = {s.penalty:g}", ("quantity", "paper", "ours", "difference", "why"), rows)
+    return TextTable(f"Figure 2 at λ = {s.penalty:g}", ("quantity", "paper", "ours", "difference", "why"), rows)
 
 
-def _choices(s: Settings) -> dict[str, str]:
+def _choices(s: TwoWellsSettings) -> dict[str, str]:
     return {
         "problem": (
             f"w²·a + w·b with w = {s.truth:g} plus normal noise of {s.noise:g}; {s.points} training points with b = 0 "
@@ -186,7 +167,7 @@ def _choices(s: Settings) -> dict[str, str]:
     }
 
 
-def _draw(path: Path, s: Settings, task: bl.Task, numbers: dict[str, Any]) -> None:
+def _draw(path: Path, s: TwoWellsSettings, task: bl.Task, numbers: dict[str, Any]) -> None:
     at = numbers["at"]
     with picture(path) as figure:
         left, right = figure.subplots(1, 2)
@@ -194,16 +175,8 @@ def _draw(path: Path, s: Settings, task: bl.Task, numbers: dict[str, Any]) -> No
         titled(right, r"$f_T$ tends to $E(w^{(1)})$", "inner steps $T$", "outer value")
         right.axhline(at["E1"], color=RED, linestyle="--", label=rf"$E(w^{{(1)}})$ = {at['E1']:.3g}")
         right.axhline(at["E2"], color=GREEN, linestyle="--", label=rf"$E(w^{{(2)}})$ = {at['E2']:.3g}")
-        right.plot(
-            numbers["T"],
-            numbers["f_T"],
-            color=BLUE,
-            marker="o",
-            markersize=5,
-            label=r"$f_T(\lambda)$",
-            clip_on=False,
-            zorder=4,
-        )
+        shown: Any = {"marker": "o", "markersize": 5, "clip_on": False, "zorder": 4}
+        right.plot(numbers["T"], numbers["f_T"], color=BLUE, label=r"$f_T(\lambda)$", **shown)
         right.set_xscale("symlog", linthresh=1)
         right.set_xlim(0, 1.2 * max(*s.steps, 1))
         right.xaxis.set_major_formatter(lambda value, position: f"{value:g}")
@@ -212,7 +185,7 @@ def _draw(path: Path, s: Settings, task: bl.Task, numbers: dict[str, Any]) -> No
         right.legend(loc="upper left")
 
 
-def _draw_wells(axes: Axes, s: Settings, task: bl.Task, numbers: dict[str, Any]) -> None:
+def _draw_wells(axes: Axes, s: TwoWellsSettings, task: bl.Task, numbers: dict[str, Any]) -> None:
     titled(axes, "Two inner minimisers", "inner variable $w$", "objective")
     at = numbers["at"]
     reach = 1.45 * abs(at["w1"])
@@ -224,28 +197,11 @@ def _draw_wells(axes: Axes, s: Settings, task: bl.Task, numbers: dict[str, Any])
     axes.plot(w, [inner(v) for v in w], color=BLUE, label=r"inner objective $L_\lambda(w)$")
     axes.plot(w, [float(error(torch.tensor(v), task.val)) for v in w], color=ORANGE, label="outer objective $E(w)$")
     iterates = numbers["w_T"]
-    axes.plot(
-        iterates,
-        [inner(v) for v in iterates],
-        linestyle="none",
-        marker="o",
-        markersize=4.5,
-        color=BLACK,
-        label="gradient descent",
-        zorder=4,
-    )
+    dots(axes, iterates, [inner(v) for v in iterates], BLACK, "gradient descent", 4.5, zorder=4)
     for name, colour in (("1", RED), ("2", GREEN)):
-        axes.plot([at["w" + name]] * 2, [at["L" + name], at["E" + name]], color=colour, linestyle=":", linewidth=1.4)
-        axes.plot(
-            [at["w" + name]],
-            [at["E" + name]],
-            linestyle="none",
-            marker="D",
-            markersize=8,
-            color=colour,
-            label=rf"$E(w^{{({name})}})$",
-            zorder=5,
-        )
+        point, low, high = (at[letter + name] for letter in "wLE")
+        axes.plot([point] * 2, [low, high], color=colour, linestyle=":", linewidth=1.4)
+        dots(axes, [point], [high], colour, rf"$E(w^{{({name})}})$", 8, marker="D", zorder=5)
     highest = max(at["E1"], at["E2"])
     axes.set_ylim(-0.05 * highest, 1.9 * highest)
     axes.set_xlim(-reach, reach)

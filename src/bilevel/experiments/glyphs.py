@@ -8,8 +8,7 @@ Both are then judged on characters of scripts that neither has seen.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -19,15 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
-from bilevel.experiments._glyphs_picture import Curves, Shown, draw, readable
+from bilevel.experiments._glyphs_picture import Shown, draw
 from bilevel.experiments._glyphs_training import Learned, keep
-from bilevel.experiments.base import Result, Table, counter, kept, one_thread, require, single_precision
-from bilevel.meta.evaluation import GROUP, Score, judge
-from bilevel.meta.hyper_representation import HyperRepresentation
-from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import METHODS, FewShotTraining, episodes, new_learner
+from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, kept, require, single_precision
+from bilevel.hyperiterations import Loop, budget
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.evaluation import GROUP, EpisodeScore, judge
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import episodes
+from bilevel.learners.training import FewShotTraining, new_learner
 from bilevel.models.batch_norm import MEANING
-from bilevel.problem import Task
+from bilevel.plotting import class_name
+from bilevel.progress import counter
+from bilevel.thread_pool import one_thread
+from bilevel.training.loop import Schedule, drive
+from bilevel.training.parts import JobStep, Metrics, Validation
 
 PAPER = "not in the paper: Section 5.2's method on Glyphs, small"
 
@@ -37,12 +42,13 @@ NAMES = {
     "pixels": "raw pixels",
     "untrained": "untrained network",
 }
+# The values of `--method` that are compared.
+LEARNED = ("reverse", "first-order")
 Begin = Callable[[str], None]
-LOG_EVERY = 20  # as `bilevel train` does
 
 
 @dataclass(frozen=True)
-class Settings:
+class GlyphsSettings(ExperimentSettings):
     """The full run."""
 
     seed: int = 0
@@ -75,7 +81,7 @@ QUICK: dict[str, Any] = {
 }
 
 
-class Pixels(nn.Module):
+class PixelFeatures(nn.Module):
     """h(x) = x: the picture itself as features. The factor 1 is there because a representation has a λ."""
 
     def __init__(self) -> None:
@@ -92,24 +98,12 @@ class Judged:
 
     learner: HyperRepresentation
     steps: int
-    validation: Score
-    test: Score
+    validation: EpisodeScore
+    test: EpisodeScore
     per_episode: Tensor
 
 
-class Remembering:
-    """A learner that keeps what it scored, so that two can be compared episode by episode."""
-
-    def __init__(self, learner: HyperRepresentation) -> None:
-        self.learner = learner
-        self.tables: list[Tensor] = []
-
-    def accuracies(self, episodes: Task, steps: int) -> Tensor:
-        self.tables.append(self.learner.accuracies(episodes, steps))
-        return self.tables[-1]
-
-
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Learn twice, judge four."""
     _check(settings)
     with single_precision(), one_thread():
@@ -117,26 +111,25 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
         with counter("glyphs", _work(settings), progress) as begin:
             learned: dict[str, Learned] = {}
             judged: dict[str, Judged] = {}
-            for method in METHODS:
+            for method in LEARNED:
                 learned[method] = learn(settings, data, method, begin)
                 learner = learned[method].learner
                 judged[method] = judge_one(settings, data, NAMES[method], learner, (learner.inner_lr,), begin)
             for name, learner in (("pixels", _pixels(settings, data)), ("untrained", _untrained(settings, data))):
                 judged[name] = judge_one(settings, data, NAMES[name], learner, settings.step_sizes, begin)
         shown = show(settings, data, judged["reverse"])
-    seen = [round(settings.iterations * i / settings.looks) for i in range(settings.looks + 1)]
     curves = {method: one.curve for method, one in learned.items()}
-    numbers = _numbers(judged, seen, curves, shown)
+    numbers = _numbers(judged, _looks(settings), curves, shown)
     draw(
         out / "glyphs.png",
         shown,
-        Curves(seen, {NAMES[method]: values for method, values in curves.items()}),
+        {NAMES[method]: dict(zip(_looks(settings), values, strict=True)) for method, values in curves.items()},
         {NAMES[name]: numbers["accuracy"][name] for name in judged},
         f"{settings.ways}-way {settings.shots}-shot",
     )
     for method, one in learned.items():
         keep(kept(out) / method, _training(settings, method), one, judged[method].steps, data)
-    return Result(
+    return ExperimentResult(
         numbers,
         _choices(settings),
         [_table(settings, judged)],
@@ -146,33 +139,27 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     )
 
 
-def learn(settings: Settings, data: ImageDataset, method: str, begin: Begin) -> Learned:
+def learn(settings: GlyphsSettings, data: ImageDataset, method: str, begin: Begin) -> Learned:
     """A representation after all hyperiterations, with its losses and meta-validation accuracies on the way."""
     job = FewShotTraining(_training(settings, method), data)
-    stops = {round(settings.iterations * i / settings.looks) for i in range(1, settings.looks + 1)}
-    began, metrics, since, loss = time.perf_counter(), [], [], ""
+    looks, lines = _looks(settings), list[dict[str, float]]()
 
-    def look(k: int) -> None:
-        found = job.validate(k)
-        metrics.append({"iteration": k, **found, "minutes": (time.perf_counter() - began) / 60})
+    def write(k: int, numbers: Mapping[str, float]) -> None:
+        lines.append({"iteration": k, **numbers})
 
-    look(0)
-    for k in range(1, settings.iterations + 1):
-        begin(f"{NAMES[method]}{loss}")
-        found, _ = job.step(k, stop=False)
-        loss = f", loss {found['loss']:.2f}"
-        since.append(found)
-        if k % LOG_EVERY == 0 or k == settings.iterations:
-            metrics.append({"iteration": k, **{name: sum(one[name] for one in since) / len(since) for name in found}})
-            since.clear()
-        if k in stops:
-            look(k)
+    def announce(k: int, step: JobStep) -> None:
+        begin(NAMES[method] + (f", loss {step.numbers['loss']:.2f}" if step.numbers else ""))
+
+    metrics = Metrics(Schedule.log_every, settings.iterations, write)
+    validation = Validation(job, looks.__contains__, write=write)
+    loop = Loop([metrics, validation, budget(settings.iterations), announce])
+    loop.run(lambda: drive(job, loop))
     job.learner.set_weights(job.weights())
-    return Learned(job.learner, metrics)
+    return Learned(job.learner, lines)
 
 
 def judge_one(
-    settings: Settings,
+    settings: GlyphsSettings,
     data: ImageDataset,
     name: str,
     learner: HyperRepresentation,
@@ -181,7 +168,7 @@ def judge_one(
 ) -> Judged:
     """The accuracy on test episodes, with T and the step size that were best on meta-validation."""
     wide = replace(_training(settings, "reverse"), queries=settings.test_queries)
-    found: list[tuple[float, Score]] = []
+    found: list[tuple[float, EpisodeScore]] = []
     for size in step_sizes:
         learner.inner_lr = size
         score = judge(
@@ -194,18 +181,17 @@ def judge_one(
         found.append((size, score))
     learner.inner_lr, validation = max(found, key=lambda pair: max(pair[1].means))
     steps = validation.best_steps
-    remembering = Remembering(learner)
     test = judge(
-        remembering,
+        learner,
         episodes(wide, data, "test"),
         settings.test_episodes,
         steps,
         report=lambda done: begin(f"{name}, unseen scripts"),
     )
-    return Judged(learner, steps, validation, test, torch.cat(remembering.tables)[:, -1])
+    return Judged(learner, steps, validation, test, test.per_episode[:, -1])
 
 
-def show(settings: Settings, data: ImageDataset, judged: Judged) -> Shown:
+def show(settings: GlyphsSettings, data: ImageDataset, judged: Judged) -> Shown:
     """The first test episode with a mistake, because mistakes are worth seeing; the first of all if there is none."""
     wrong = (judged.per_episode < 1).nonzero()
     number = int(wrong[0]) if len(wrong) else 0
@@ -216,15 +202,15 @@ def show(settings: Settings, data: ImageDataset, judged: Judged) -> Shown:
     rows, _ = stream.sampler.draw(number)
     return Shown(
         number,
-        [readable(data.classes[int(data.labels[row])]) for row in rows[:, 0]],
+        [class_name(data.classes[int(data.labels[row])]) for row in rows[:, 0]],
         support[:, 0].unflatten(0, (settings.ways, settings.shots)).numpy(),
         queries[:, 0].unflatten(0, (settings.ways, settings.test_queries)).numpy(),
         predicted.view(settings.ways, -1).tolist(),
     )
 
 
-def _training(s: Settings, method: str) -> Training:
-    return Training(
+def _training(s: GlyphsSettings, method: str) -> TrainingSettings:
+    return TrainingSettings(
         dataset="glyphs",
         rotations=False,
         ways=s.ways,
@@ -245,17 +231,22 @@ def _training(s: Settings, method: str) -> Training:
     )
 
 
-def _untrained(s: Settings, data: ImageDataset) -> HyperRepresentation:
+def _looks(s: GlyphsSettings) -> list[int]:
+    """The hyperiterations after which meta-validation is looked at, the start included."""
+    return [round(s.iterations * i / s.looks) for i in range(s.looks + 1)]
+
+
+def _untrained(s: GlyphsSettings, data: ImageDataset) -> HyperRepresentation:
     """The network that both trainings start from; its step size is searched for, so nothing else bounds it."""
     return new_learner(replace(_training(s, "reverse"), step_bound=0.0), data)
 
 
-def _pixels(s: Settings, data: ImageDataset) -> HyperRepresentation:
+def _pixels(s: GlyphsSettings, data: ImageDataset) -> HyperRepresentation:
     height, width, channels = data.shape
-    return HyperRepresentation(Pixels(), (channels, height, width), batch_norm=s.batch_norm)
+    return HyperRepresentation(PixelFeatures(), (channels, height, width), batch_norm=s.batch_norm)
 
 
-def _work(s: Settings) -> int:
+def _work(s: GlyphsSettings) -> int:
     """How often `begin` is called: hyperiterations and groups of episodes, which take about as long."""
     choosing, final = (ceil(count / GROUP) for count in (s.validation_episodes, s.test_episodes))
     return 2 * s.iterations + (2 + 2 * len(s.step_sizes)) * choosing + 4 * final
@@ -288,27 +279,27 @@ def _numbers(
     }
 
 
-def _table(s: Settings, judged: dict[str, Judged]) -> Table:
+def _table(s: GlyphsSettings, judged: dict[str, Judged]) -> TextTable:
     rows = [
         (
             NAMES[name],
             str(one.steps),
             # In training 1/ν bounds it as well.
-            f"≤ {s.inner_lr:g}" if name in METHODS else f"{one.learner.inner_lr:g}",
+            f"≤ {s.inner_lr:g}" if name in LEARNED else f"{one.learner.inner_lr:g}",
             f"{100 * one.validation.means[one.steps - 1]:.2f}",
             f"{100 * one.test.means[-1]:.2f}",
             f"{100 * one.test.intervals[-1]:.2f}",
         )
         for name, one in judged.items()
     ]
-    return Table(
+    return TextTable(
         f"Accuracy in per cent, {s.ways}-way {s.shots}-shot, {s.test_episodes} episodes of unseen scripts",
         ("features", "T", "step size", "meta-validation", "unseen scripts", "± 95 %"),
         rows,
     )
 
 
-def _notes(s: Settings, numbers: dict[str, Any]) -> tuple[str, ...]:
+def _notes(s: GlyphsSettings, numbers: dict[str, Any]) -> tuple[str, ...]:
     gap = numbers["reverse minus first-order"]
     return (
         f"Batch norm: {s.batch_norm}, {MEANING[s.batch_norm]}. Raw pixels have none.",
@@ -324,7 +315,7 @@ def _notes(s: Settings, numbers: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _choices(s: Settings) -> dict[str, str]:
+def _choices(s: GlyphsSettings) -> dict[str, str]:
     return {
         "batch norm": f"{s.batch_norm}, {MEANING[s.batch_norm]}",
         "inner step size": f"{s.inner_lr:g}, but never above 1/ν, where ν is the curvature at w_0 = 0",
@@ -335,12 +326,11 @@ def _choices(s: Settings) -> dict[str, str]:
     }
 
 
-def _check(s: Settings) -> None:
-    require(s.ways >= 2, f"ways={s.ways} leaves nothing to tell apart; pass at least 2.")
-    require(
-        s.shots >= 1 and s.queries >= 1 and s.test_queries >= 1,
-        f"shots={s.shots}, queries={s.queries} and test_queries={s.test_queries} must all be at least 1.",
-    )
+def _check(s: GlyphsSettings) -> None:
+    few = "gives no interval"
+    s.at_least(2, ways="leaves nothing to tell apart", look_episodes=few, validation_episodes=few, test_episodes=few)
+    empty = "leaves a set empty"
+    s.at_least(1, shots=empty, queries=empty, test_queries=empty, most_steps="leaves no T to choose")
     require(
         s.shots + max(s.queries, s.test_queries) <= 20,
         f"shots={s.shots} with queries={s.queries} and test_queries={s.test_queries}: a character of Glyphs has 20 "
@@ -350,12 +340,6 @@ def _check(s: Settings) -> None:
         1 <= s.looks <= s.iterations,
         f"looks={s.looks} must be from 1 to iterations={s.iterations}, to be spread evenly.",
     )
-    require(s.look_episodes >= 2, f"look_episodes={s.look_episodes} is too few; pass at least 2.")
-    require(
-        s.validation_episodes >= 2 and s.test_episodes >= 2,
-        f"validation_episodes={s.validation_episodes} and test_episodes={s.test_episodes} must both be at least 2.",
-    )
-    require(s.most_steps >= 1, f"most_steps={s.most_steps} leaves no T to choose; pass at least 1.")
     require(
         bool(s.step_sizes) and all(size > 0 for size in s.step_sizes),
         f"step_sizes={s.step_sizes} must be numbers above 0, at least one.",

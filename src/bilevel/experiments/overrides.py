@@ -1,4 +1,4 @@
-"""`--set key=value`: text into typed settings, with errors that say what would have been right."""
+"""`--set key=value`: text into typed settings, with errors that name the legal values."""
 
 from __future__ import annotations
 

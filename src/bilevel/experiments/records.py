@@ -1,4 +1,4 @@
-"""What a run leaves on disk: everything needed to judge its numbers and to get them again."""
+"""What an experiment leaves on disk: everything needed to judge its numbers and to get them again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,34 +21,28 @@ from bilevel.errors import BilevelError
 
 
 @dataclass(frozen=True)
-class Record:
-    """The content of `result.json`."""
+class ExperimentRecord:
+    """The content of `result.json`: what an experiment found, and how to get it again.
+
+    Attributes:
+        result: the fields of the `ExperimentResult`.
+        folder: where the file is written; not part of it.
+    """
 
     experiment: str
     summary: str
     paper: str
     command: str
     settings: Mapping[str, Any]
-    seed: int | None
-    choices: Mapping[str, str]
-    numbers: Mapping[str, Any]
-    tables: Sequence[Mapping[str, Any]]
-    pictures: Sequence[str]
-    notes: Sequence[str]
-    data: Mapping[str, str]
-    runs: Sequence[str]
-    times: Mapping[str, Any]
+    result: Mapping[str, Any]
     minutes: float
     machine: Mapping[str, Any]
+    folder: Path
     finished: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    folder: Path | None = None
-
-    def at(self, folder: Path) -> Record:
-        return replace(self, folder=folder)
 
     def json(self) -> str:
-        values = asdict(self)
-        del values["folder"]
+        values = {**asdict(self), "seed": self.settings.get("seed"), **self.result}
+        del values["folder"], values["result"]
         return json.dumps(plain(values), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 

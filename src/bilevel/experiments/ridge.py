@@ -19,7 +19,9 @@ from torch import Tensor
 
 import bilevel as bl
 from bilevel.experiments._ridge_picture import draw
-from bilevel.experiments.base import Result, Table, counter, finished, one_thread, require
+from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, finished, label, require
+from bilevel.progress import counter
+from bilevel.thread_pool import one_thread
 
 PAPER = "Table 5 (Appendix C)"
 
@@ -28,7 +30,7 @@ PRINTED = {"10": (11.35, 43.49), "50": (1.28, 5.22), "100": (0.55, 1.26), "250":
 
 
 @dataclass(frozen=True)
-class Settings:
+class RidgeSettings(ExperimentSettings):
     """The full run."""
 
     seed: int = 0
@@ -50,7 +52,7 @@ QUICK: dict[str, Any] = {"seeds": 5, "iterations": 100}
 
 
 @dataclass(frozen=True)
-class Data:
+class RidgeData:
     """Three sets of equally many points from one linear model, and the step size that suits the training set."""
 
     train: tuple[Tensor, Tensor]
@@ -60,7 +62,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Fit:
+class RidgeFit:
     """What one outer run reached."""
 
     seed: int
@@ -81,21 +83,21 @@ def outer(w: Tensor, lam: Tensor, data: tuple[Tensor, Tensor]) -> Tensor:
     return ((x @ w - y) ** 2).mean()
 
 
-def draw_data(settings: Settings, seed: int) -> Data:
+def draw_data(s: RidgeSettings, seed: int) -> RidgeData:
     """y = Xw + noise with standard normal features, the first few of them informative, as a function of the seed."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(settings.points, settings.features, generator=generator, dtype=torch.float64)
-    w = torch.zeros(settings.features, dtype=torch.float64)
-    w[: settings.informative] = 100 * torch.rand(settings.informative, generator=generator, dtype=torch.float64)
+    x = torch.randn(s.points, s.features, generator=generator, dtype=torch.float64)
+    w = torch.zeros(s.features, dtype=torch.float64)
+    w[: s.informative] = 100 * torch.rand(s.informative, generator=generator, dtype=torch.float64)
     signal = x @ w
-    y = signal + settings.noise * signal.std() * torch.randn(settings.points, generator=generator, dtype=torch.float64)
-    train, val, test = ((x[rows], y[rows]) for rows in torch.arange(settings.points).tensor_split(3))
-    # The largest curvature that any λ of the box can give bounds ν for the whole outer run, however far exp(λ) grows.
-    curvature = 2 * (float(torch.linalg.matrix_norm(train[0], 2)) ** 2 + math.exp(settings.high))
-    return Data(train, val, test, settings.step_scale / curvature)
+    y = signal + s.noise * signal.std() * torch.randn(s.points, generator=generator, dtype=torch.float64)
+    train, val, test = ((x[rows], y[rows]) for rows in torch.arange(s.points).tensor_split(3))
+    # The largest curvature that any λ of the box can give bounds ν for the whole outer run.
+    curvature = 2 * (float(torch.linalg.matrix_norm(train[0], 2)) ** 2 + math.exp(s.high))
+    return RidgeData(train, val, test, s.step_scale / curvature)
 
 
-def ridge(data: Data, steps: int | None) -> bl.Problem:
+def ridge(data: RidgeData, steps: int | None) -> bl.Problem:
     """The problem of Appendix C; without a number of steps, Φ_0 is the closed form of w_λ, so that zero steps give f
     itself."""
     if steps is not None:
@@ -104,7 +106,7 @@ def ridge(data: Data, steps: int | None) -> bl.Problem:
     return bl.Problem(inner, outer, init=lambda lam: torch.linalg.solve(x.T @ x + torch.diag(lam.exp()), x.T @ y))
 
 
-def fit(settings: Settings, seed: int, steps: int | None) -> Fit:
+def fit(settings: RidgeSettings, seed: int, steps: int | None) -> RidgeFit:
     """Learn λ on the data of one seed, through `steps` steps of gradient descent or, with None, exactly."""
     data = draw_data(settings, seed)
     solution = bl.solve(
@@ -121,9 +123,8 @@ def fit(settings: Settings, seed: int, steps: int | None) -> Fit:
         progress=False,
     )
     w = finished(solution).inner
-    return Fit(
-        seed, mape(w, data.val), mape(w, data.test), solution.value, solution.outer.tolist(), str(solution.outcome)
-    )
+    errors = mape(w, data.val), mape(w, data.test)
+    return RidgeFit(seed, *errors, solution.value, solution.outer.tolist(), str(solution.outcome))
 
 
 def mape(w: Tensor, data: tuple[Tensor, Tensor]) -> float:
@@ -132,42 +133,43 @@ def mape(w: Tensor, data: tuple[Tensor, Tensor]) -> float:
     return float(100 * ((x @ w - y) / y).abs().mean())
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: RidgeSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Table 5, with a spread over data sets."""
     _check(settings)
     rows = [*settings.steps, None]
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    fits: dict[str, list[Fit]] = {_label(steps): [] for steps in rows}
+    fits: dict[str, list[RidgeFit]] = {label(steps): [] for steps in rows}
     with one_thread(), counter("ridge", len(rows) * len(seeds), progress) as begin:
         for seed in seeds:
             for steps in rows:
-                begin(f"seed {seed}, T = {_label(steps)}")
-                fits[_label(steps)].append(fit(settings, seed, steps))
-    numbers = {"T": {label: _numbers(found, settings, PRINTED.get(label)) for label, found in fits.items()}}
-    draw(out / "ridge.png", numbers["T"], fits, settings.informative, (settings.low, settings.high))
-    table = Table(
+                begin(f"seed {seed}, T = {label(steps)}")
+                fits[label(steps)].append(fit(settings, seed, steps))
+    found = {name: _numbers(some, settings, PRINTED.get(name, (None, None))) for name, some in fits.items()}
+    lams = {name: [one.lam for one in some] for name, some in fits.items()}
+    draw(out / "ridge.png", found, lams, settings.informative, (settings.low, settings.high))
+    table = TextTable(
         f"MAPE in per cent, median [quartiles] over {settings.seeds} data sets",
         ("T", "error", "paper", "ours", "mean", "difference", "why"),
-        [_row(label, kind, numbers["T"][label][kind]) for label in fits for kind in ("validation", "test")],
+        [_row(name, kind, found[name][kind]) for name in fits for kind in ("validation", "test")],
     )
     notes = (
-        *_in_words(numbers["T"]),
+        *_in_words(found),
         "The paper's numbers come from one data set that is not published; 'difference' is our median minus the "
         "paper's number.",
         "Noise, η, Λ and the outer optimiser were picked by trying about twenty combinations on seeds 0 to 11 until "
         "the paper's shape appeared; --seed 1000 gives data sets that played no part in that.",
     )
-    return Result(numbers, _choices(settings), [table], ("ridge.png",), notes)
+    return ExperimentResult({"T": found}, _choices(settings), [table], ("ridge.png",), notes)
 
 
 def _in_words(rows: dict[str, Any]) -> list[str]:
     """The paper's conclusion held against our medians: errors that fall with T until they are as good as exact."""
     told = []
     for kind in ("validation", "test"):
-        medians = [rows[label][kind]["median"] for label in rows]
-        *approximate, exact = medians
+        medians = {name: row[kind]["median"] for name, row in rows.items()}
+        *approximate, exact = medians.values()
         falls = all(later <= earlier for earlier, later in pairwise(approximate))
-        best = min(rows, key=lambda label: rows[label][kind]["median"])
+        best = min(medians, key=lambda name: medians[name])
         told.append(
             f"The {kind} error {'falls with T, as in the paper' if falls else 'does not fall with every step of T'}: "
             f"{', '.join(f'{value:.2f}' for value in approximate)}, and {exact:.2f} with the exact solution; the "
@@ -176,15 +178,13 @@ def _in_words(rows: dict[str, Any]) -> list[str]:
     return told
 
 
-def _label(steps: int | None) -> str:
-    return "exact" if steps is None else str(steps)
-
-
-def _numbers(fits: list[Fit], settings: Settings, printed: tuple[float, float] | None) -> dict[str, Any]:
+def _numbers(
+    fits: list[RidgeFit], settings: RidgeSettings, printed: tuple[float | None, float | None]
+) -> dict[str, Any]:
     coefficients = np.exp(np.array([found.lam for found in fits]))
     return {
-        "validation": _spread([found.val_mape for found in fits], printed and printed[0]),
-        "test": _spread([found.test_mape for found in fits], printed and printed[1]),
+        "validation": _spread([found.val_mape for found in fits], printed[0]),
+        "test": _spread([found.test_mape for found in fits], printed[1]),
         "objective": _spread([found.value for found in fits], None),
         "seeds": [found.seed for found in fits],
         "outcomes": sorted({found.outcome for found in fits}),
@@ -204,20 +204,13 @@ def _spread(values: list[float], printed: float | None) -> dict[str, Any]:
     }
 
 
-def _row(label: str, kind: str, found: dict[str, Any]) -> tuple[str, ...]:
+def _row(name: str, kind: str, found: dict[str, Any]) -> tuple[str, ...]:
     low, high = found["quartiles"]
-    ours = f"{found['median']:.2f} [{low:.2f}, {high:.2f}]"
+    ours, mean = f"{found['median']:.2f} [{low:.2f}, {high:.2f}]", f"{found['mean']:.2f}"
     if found["paper"] is None:
-        return label, kind, "", ours, f"{found['mean']:.2f}", "", "the paper has no such row"
-    return (
-        label,
-        kind,
-        f"{found['paper']:.2f}",
-        ours,
-        f"{found['mean']:.2f}",
-        f"{found['median'] - found['paper']:+.2f}",
-        _why(found),
-    )
+        return name, kind, "", ours, mean, "", "the paper has no such row"
+    gap = f"{found['median'] - found['paper']:+.2f}"
+    return name, kind, f"{found['paper']:.2f}", ours, mean, gap, _why(found)
 
 
 def _why(found: dict[str, Any]) -> str:
@@ -230,57 +223,40 @@ def _why(found: dict[str, Any]) -> str:
     return f"the paper's number lies {where}; its data set, noise, η and outer optimiser are not published"
 
 
-def _choices(s: Settings) -> dict[str, str]:
+def _choices(s: RidgeSettings) -> dict[str, str]:
     return {
-        "data": (
-            f"standard normal features; coefficients of the {s.informative} informative ones uniform on [0, 100], as "
-            "in sklearn.datasets.make_regression; no intercept; thirds in the order drawn"
-        ),
+        "data": f"standard normal features; coefficients of the {s.informative} informative ones uniform on [0, 100], "
+        "as in sklearn.datasets.make_regression; no intercept; thirds in the order drawn",
         "noise": f"normal, {s.noise:g} times the standard deviation of the noiseless targets",
-        "inner step size": (
-            f"η = {s.step_scale:g}/ν with ν = 2‖X_tr‖² + 2 exp({s.high:g}), the largest curvature that any λ in Λ can "
-            "give; below 2/ν, so gradient descent converges for every λ in Λ"
-        ),
+        "inner step size": f"η = {s.step_scale:g}/ν with ν = 2‖X_tr‖² + 2 exp({s.high:g}), the largest curvature that "
+        "any λ in Λ can give; below 2/ν, so gradient descent converges for every λ in Λ",
         "inner start": "w_0 = 0",
         "Λ": f"{s.low:g} ≤ λ_i ≤ {s.high:g}",
         "start of λ": f"λ_i = {s.start:g}",
-        "outer objective": (
-            "the mean of squared errors (the paper's formula is the sum, its text says mean; the minimisers are the "
-            "same)"
-        ),
-        "outer optimiser": (
-            f"Adam, step {s.outer_lr:g} falling to 0 along a cosine over {s.iterations} hyperiterations, projected "
-            "onto Λ, last iterate"
-        ),
+        "outer objective": "the mean of squared errors (the paper's formula is the sum, its text says mean; the "
+        "minimisers are the same)",
+        "outer optimiser": f"Adam, step {s.outer_lr:g} falling to 0 along a cosine over {s.iterations} "
+        "hyperiterations, projected onto Λ, last iterate",
         "hypergradient": "Spectral(), the exact ∇f_T; the row 'exact' differentiates the closed form of w_λ",
         "MAPE": "mean of |ŷ − y|/|y| in per cent over all points, none left out",
-        "evaluation": (
-            "validation and test errors of w_T at the learned λ; no refit on training and validation together"
-        ),
+        "evaluation": "validation and test errors of w_T at the learned λ; no refit on training and validation "
+        "together",
     }
 
 
-def _check(s: Settings) -> None:
-    require(s.seeds >= 1, f"seeds={s.seeds} leaves no data set to learn on; pass at least 1.")
-    require(s.points >= 3, f"points={s.points} cannot be divided into three sets; pass at least 3.")
+def _check(s: RidgeSettings) -> None:
+    s.at_least(1, seeds="leaves no data set to learn on", iterations="learns nothing", steps="must be numbers T ≥ 1")
+    s.at_least(3, points="cannot be divided into three sets")
+    s.at_least(0, noise="is a standard deviation")
     require(
         1 <= s.informative < s.features,
         f"informative={s.informative} of features={s.features}: pass at least 1 and fewer than all.",
     )
-    require(all(t >= 1 for t in s.steps), f"steps={s.steps} must be numbers T ≥ 1; the exact row is always added.")
-    require(s.noise >= 0, f"noise={s.noise} is a standard deviation and cannot be negative.")
-    require(
-        0 < s.step_scale < 2,
-        f"step_scale={s.step_scale} gives η = {s.step_scale}/ν, and gradient descent needs 0 < η < 2/ν; pass a number "
-        "between 0 and 2.",
-    )
+    s.check_step_scale(s.step_scale)
     require(s.low < s.high, f"low={s.low} is not below high={s.high}, so Λ would be empty.")
     require(
         s.high <= 100,
         f"high={s.high} makes exp(high) the largest curvature, and the step size η = {s.step_scale}/ν next to nothing; "
         "pass at most 100.",
     )
-    require(
-        s.iterations >= 1 and s.outer_lr > 0,
-        f"iterations={s.iterations} and outer_lr={s.outer_lr} must both be positive.",
-    )
+    require(s.outer_lr > 0, f"outer_lr={s.outer_lr} must be positive.")

@@ -6,16 +6,36 @@ Trainings that differ in T alone, with the same start and the same episodes. The
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bilevel.experiments._trainings import PROBLEMS, Trained, check_datasets, command_of, open_all, train
-from bilevel.experiments._validate_t_picture import draw
-from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
-from bilevel.meta.settings import Settings as Training
+from bilevel.experiments._trainings import (
+    PROBLEMS,
+    FinishedTraining,
+    check_datasets,
+    command_of,
+    draw_curve,
+    open_all,
+    problem_in_words,
+    train,
+)
+from bilevel.experiments.base import (
+    ExperimentResult,
+    ExperimentSettings,
+    TextTable,
+    described,
+    kept,
+    percent,
+    require,
+    single_precision,
+)
+from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MEANING
+from bilevel.plotting import BLACK, COLOURS, dots, picture, titled
+from bilevel.thread_pool import one_thread
 
 PAPER = "Figure 6 (Section 5.2)"
 
@@ -26,7 +46,7 @@ CHANGES: dict[str, dict[str, Any]] = {"omniglot": {"ways": 5, "queries": 5, "met
 
 
 @dataclass(frozen=True)
-class Settings:
+class ValidateTSettings(ExperimentSettings):
     """The full run; `iterations`, the most that a training may take, and `validate_every` have a number for each data
     set."""
 
@@ -48,26 +68,21 @@ QUICK: dict[str, Any] = {
 }
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: ValidateTSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Figure 6, as far as the settings let it run."""
     _check(settings)
-    found: dict[str, dict[int, Trained]] = {}
+    command = command_of("validate-t", settings)
+    found: dict[str, dict[int, FinishedTraining]] = {}
     with single_precision(), one_thread():
         opened = open_all(settings.datasets)
-        for index, name in enumerate(settings.datasets):
-            found[name] = {
-                steps: train(
-                    kept(out) / f"{name}-T{steps}",
-                    training_of(settings, index, steps),
-                    opened[name],
-                    command_of("validate-t", settings),
-                    progress,
-                )
-                for steps in settings.steps
-            }
+        for index, (name, data) in enumerate(opened.items()):
+            found[name] = {}
+            for steps in settings.steps:
+                training, folder = training_of(settings, index, steps), kept(out) / f"{name}-T{steps}"
+                found[name][steps] = train(folder, training, data, command, progress)
     numbers = {name: {str(steps): _numbers(one) for steps, one in rows.items()} for name, rows in found.items()}
-    draw(out / "validate-t.png", numbers)
-    return Result(
+    _draw(out / "validate-t.png", numbers)
+    return ExperimentResult(
         numbers,
         _choices(settings),
         [_table(settings, index, found[name]) for index, name in enumerate(settings.datasets)],
@@ -79,7 +94,7 @@ def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
     )
 
 
-def training_of(s: Settings, index: int, steps: int) -> Training:
+def training_of(s: ValidateTSettings, index: int, steps: int) -> TrainingSettings:
     """The settings of one training."""
     dataset, every = s.datasets[index], s.validate_every[index]
     return replace(
@@ -95,7 +110,7 @@ def training_of(s: Settings, index: int, steps: int) -> Training:
     )
 
 
-def _numbers(trained: Trained) -> dict[str, Any]:
+def _numbers(trained: FinishedTraining) -> dict[str, Any]:
     return {
         "curve": trained.curve,
         "best": trained.best[1],
@@ -105,62 +120,44 @@ def _numbers(trained: Trained) -> dict[str, Any]:
     }
 
 
-def _table(s: Settings, index: int, rows: dict[int, Trained]) -> Table:
+def _table(s: ValidateTSettings, index: int, rows: dict[int, FinishedTraining]) -> TextTable:
     shown = []
     for steps, trained in rows.items():
         _, score, interval = trained.best
-        ended = f"{trained.iterations:,}" + ("" if trained.stopped_early else ", not stopped")
-        why = (
-            "another network, data set, patience and size of meta-batch"
-            if trained.stopped_early
-            else "as far as it got: the hyperiterations ran out first"
-        )
-        shown.append(
-            (
-                str(steps),
-                f"{PRINTED[steps]:,}" if steps in PRINTED else "–",
-                ended,
-                f"{trained.best_iteration:,}",
-                f"{100 * score:.2f} ± {100 * interval:.2f}",
-                f"{trained.minutes:.1f}",
-                why,
-            )
-        )
-    base = training_of(s, index, s.steps[0])
-    pixels = f" on {base.image_size}×{base.image_size} pixels" if base.image_size else ""
-    return Table(
-        f"{base.dataset} {base.ways}-way {base.shots}-shot, {base.network}{pixels}: where early stopping ends each",
-        ("T", "paper stops after", "ours ends after", "best after", "best accuracy", "minutes", "why"),
-        shown,
-    )
+        paper = f"{PRINTED[steps]:,}" if steps in PRINTED else "–"
+        ended, why = f"{trained.iterations:,}", "another network, data set, patience and size of meta-batch"
+        if not trained.stopped_early:
+            ended, why = f"{ended}, not stopped", "as far as it got: the hyperiterations ran out first"
+        best = f"{trained.best_iteration:,}"
+        shown.append((str(steps), paper, ended, best, percent(score, interval), f"{trained.minutes:.1f}", why))
+    title = f"{problem_in_words(training_of(s, index, s.steps[0]))}: where early stopping ends each"
+    columns = ("T", "paper stops after", "ours ends after", "best after", "best accuracy", "minutes", "why")
+    return TextTable(title, columns, shown)
 
 
-def in_words(dataset: str, rows: dict[int, Trained]) -> str:
+def in_words(dataset: str, rows: dict[int, FinishedTraining]) -> str:
     """Whether larger T stop earlier, as the paper found, and which T is best."""
     best = max(rows, key=lambda steps: rows[steps].best[1])
     _, score, interval = rows[best].best
-    text = f"On {dataset} T = {best} is best on meta-validation, {100 * score:.2f} ± {100 * interval:.2f} per cent."
+    text = f"On {dataset} T = {best} is best on meta-validation, {percent(score, interval)} per cent."
     close = [str(steps) for steps in rows if steps != best and score - rows[steps].best[1] <= interval]
     if close:
         text += f" T = {', '.join(close)} came within that interval of it."
     if not all(one.stopped_early for one in rows.values()):
         running = [str(steps) for steps, one in rows.items() if not one.stopped_early]
-        return (
-            text + f" Trainings with T = {', '.join(running)} were not stopped by then, so that their ends say nothing."
-        )
+        listed = ", ".join(running)
+        return f"{text} Trainings with T = {listed} were not stopped by then, so that their ends say nothing."
     ends = [rows[steps].iterations for steps in sorted(rows)]
     if len(ends) < 2 or len(set(ends)) == 1:
         return text + " All stop alike."
     if all(later < earlier for earlier, later in pairwise(ends)):
         return text + " Larger T stop earlier, as the paper found."
     if ends[-1] < ends[0]:
-        return (
-            text + " The largest T stops earlier than the smallest, as in the paper, but not every step is downwards."
-        )
+        return f"{text} The largest T stops before the smallest, as in the paper, but not every step is downwards."
     return text + " Larger T do not stop earlier here, unlike in the paper."
 
 
-def _notes(found: dict[str, dict[int, Trained]]) -> tuple[str, ...]:
+def _notes(found: dict[str, dict[int, FinishedTraining]]) -> tuple[str, ...]:
     return (
         *(in_words(name, rows) for name, rows in found.items()),
         f"Support and query sets are disjoint. Batch norm: episode, {MEANING['episode']}.",
@@ -168,7 +165,7 @@ def _notes(found: dict[str, dict[int, Trained]]) -> tuple[str, ...]:
     )
 
 
-def _choices(s: Settings) -> dict[str, str]:
+def _choices(s: ValidateTSettings) -> dict[str, str]:
     return {
         "early stopping": (
             f"after {s.patience} validations of {s.validation_episodes} episodes without a new best, one every "
@@ -181,10 +178,32 @@ def _choices(s: Settings) -> dict[str, str]:
     }
 
 
-def _check(s: Settings) -> None:
+def _check(s: ValidateTSettings) -> None:
     check_datasets(s.datasets, iterations=s.iterations, validate_every=s.validate_every)
     require(bool(s.steps) and min(s.steps) >= 1, f"steps={s.steps} must be numbers T ≥ 1, at least one.")
     require(len(set(s.steps)) == len(s.steps), f"steps={s.steps} names a T twice.")
-    require(s.patience >= 1, f"patience={s.patience} would never stop; pass at least 1.")
+    s.at_least(1, patience="would never stop")
     for index in range(len(s.datasets)):
         training_of(s, index, s.steps[0])  # refuses what training cannot take
+
+
+def _draw(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+    """A panel for every data set, a curve for each T; a cross marks where a training was stopped, a ring its best."""
+    with picture(path, width=5.8 * len(numbers) + 0.4) as figure:
+        panels = figure.subplots(1, len(numbers), squeeze=False)[0]
+        for axes, (dataset, rows) in zip(panels, numbers.items(), strict=True):
+            titled(axes, dataset, "hyperiterations", "meta-validation accuracy in per cent")
+            for (steps, found), colour in zip(rows.items(), COLOURS, strict=False):
+                draw_curve(axes, found["curve"], colour, f"T = {steps}")
+                dots(axes, found["best after"], 100 * found["best"], colour, size=9, fillstyle="none")
+                if found["stopped early"]:
+                    at, score, _ = found["curve"][-1]
+                    dots(axes, at, 100 * score, colour, size=9, marker="X")
+            dots(axes, [], [], BLACK, "best", fillstyle="none")
+            if any(found["stopped early"] for found in rows.values()):
+                dots(axes, [], [], BLACK, "stopped", marker="X")
+            if all(len(found["curve"]) > 2 for found in rows.values()):  # the first look would hide the others
+                scores = [100 * point[1] for found in rows.values() for point in found["curve"][1:]]
+                low, top = min(scores), max(scores)
+                axes.set_ylim(low - 0.12 * (top - low) - 0.1, top + 0.06 * (top - low) + 0.1)
+            axes.legend(loc="lower right", ncols=2)

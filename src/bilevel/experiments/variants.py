@@ -9,32 +9,47 @@ today (multiclass-today: augmented images, SGD, a cosine classifier, normalised 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bilevel.data import ImageDataset
+from bilevel.experiments._table_4_trainings import ClassicTraining, PaperMulticlass
 from bilevel.experiments._trainings import (
     PROBLEMS,
-    Judged,
-    Trained,
+    FinishedTraining,
+    JudgedTraining,
     check_datasets,
     command_of,
     differ,
+    draw_curve,
     judge_with_steps,
     open_all,
     over_seeds,
+    problem_in_words,
     train,
 )
-from bilevel.experiments._variants_picture import draw
-from bilevel.experiments.base import Result, Table, described, kept, one_thread, require, single_precision
-from bilevel.meta.classic import ClassicTraining
-from bilevel.meta.multiclass import MulticlassTraining, PaperMulticlass
-from bilevel.meta.settings import Settings as Training
-from bilevel.meta.training import FewShotTraining
+from bilevel.experiments.base import (
+    ExperimentResult,
+    ExperimentSettings,
+    TextTable,
+    described,
+    kept,
+    percent,
+    points,
+    require,
+    single_precision,
+)
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.training import FewShotTraining
 from bilevel.models.batch_norm import MEANING
+from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, dots, legend_below, picture, titled
+from bilevel.thread_pool import one_thread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAPER = "Table 4 (Section 5.3)"
 
@@ -71,21 +86,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "approx-train": {"method": "first-order", **TRAIN},
     "bilevel-train": TRAIN,
 }
-KINDS: dict[str, Callable[[Training, ImageDataset], FewShotTraining]] = {
+KINDS: dict[str, Callable[[TrainingSettings, ImageDataset], FewShotTraining]] = {
     "multiclass": PaperMulticlass,
-    "multiclass-today": MulticlassTraining,
     "classic-train": ClassicTraining,
 }
-# With 64 filters a pass takes 3.3 times as long as with 32; the others get by with the same number of hyperiterations.
+# With 64 filters a pass takes 3.3 times as long as with 32, so this network gets 0.3 times the hyperiterations.
 WIDE = {"c4l": ("c4l-64", 0.3)}
 
 
 # The trainings of a variant, one for each seed.
-Trainings = list[tuple[Trained, Judged]]
+Trainings = list[tuple[FinishedTraining, JudgedTraining]]
 
 
 @dataclass(frozen=True)
-class Settings:
+class VariantsSettings(ExperimentSettings):
     """The full run; `iterations` has a number for each data set, `seeds` is how many trainings a variant gets."""
 
     seed: int = 0
@@ -114,40 +128,36 @@ QUICK: dict[str, Any] = {
 }
 
 
-def run(settings: Settings, out: Path, progress: bool | None = None) -> Result:
+def run(settings: VariantsSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
     """Train and judge every variant on every data set."""
-    _check(settings)
+    s, seeds = settings, range(settings.seed, settings.seed + settings.seeds)
+    _check(s)
+    found: dict[str, dict[str, Trainings]] = {}
     with single_precision(), one_thread():
-        opened = open_all(settings.datasets)
-        found: dict[str, dict[str, Trainings]] = {}
-        for name, iterations in zip(settings.datasets, settings.iterations, strict=True):
+        opened = open_all(s.datasets)
+        for (name, data), iterations in zip(opened.items(), s.iterations, strict=True):
             found[name] = {}
-            for variant in settings.variants:
-                found[name][variant] = [
-                    learn_and_judge(settings, name, variant, iterations, seed, opened[name], kept(out), progress)
-                    for seed in range(settings.seed, settings.seed + settings.seeds)
-                ]
+            for variant in s.variants:
+                found[name][variant] = []
+                for seed in seeds:
+                    folder, training = _folder(name, variant, seed), training_of(s, name, variant, iterations, seed)
+                    one = learn_and_judge(s, variant, training, data, kept(out) / folder, progress)
+                    found[name][variant].append(one)
     numbers = {name: {variant: _numbers(each) for variant, each in rows.items()} for name, rows in found.items()}
-    draw(out / "variants.png", numbers, PRINTED)
-    tables = [table for name in found for table in (_table(settings, name, found[name]), _order(name, found[name]))]
-    return Result(
+    _draw(out / "variants.png", numbers)
+    return ExperimentResult(
         numbers,
-        _choices(settings),
-        tables,
+        _choices(s),
+        [table for name in found for table in (_table(s, name, found[name]), _order(name, found[name]))],
         ("variants.png",),
-        _notes(settings, found),
+        _notes(s, found),
         data={name: described(data) for name, data in opened.items()},
-        runs=[
-            f"runs/{_folder(name, variant, seed)}"
-            for name in found
-            for variant in found[name]
-            for seed in range(settings.seed, settings.seed + settings.seeds)
-        ],
+        runs=[f"runs/{_folder(name, variant, i)}" for name in found for variant in found[name] for i in seeds],
         times={name: {variant: _minutes(each) for variant, each in rows.items()} for name, rows in found.items()},
     )
 
 
-def training_of(s: Settings, dataset: str, variant: str, iterations: int, seed: int) -> Training:
+def training_of(s: VariantsSettings, dataset: str, variant: str, iterations: int, seed: int) -> TrainingSettings:
     """The settings of one variant's training."""
     base = replace(PROBLEMS[dataset], **{"seed": seed, "steps": s.steps, "average": s.average, **CHANGES[variant]})
     if variant == "multiclass-today" and dataset == "miniimagenet":
@@ -167,19 +177,10 @@ def training_of(s: Settings, dataset: str, variant: str, iterations: int, seed: 
 
 
 def learn_and_judge(
-    s: Settings,
-    dataset: str,
-    variant: str,
-    iterations: int,
-    seed: int,
-    data: ImageDataset,
-    runs: Path,
-    progress: bool | None,
-) -> tuple[Trained, Judged]:
+    s: VariantsSettings, variant: str, training: TrainingSettings, data: ImageDataset, path: Path, progress: bool | None
+) -> tuple[FinishedTraining, JudgedTraining]:
     """One variant from one seed, trained to its end."""
-    training = training_of(s, dataset, variant, iterations, seed)
     kind = KINDS.get(variant, FewShotTraining)
-    path = runs / _folder(dataset, variant, seed)
     trained = train(path, training, data, command_of("variants", s), progress, kind)
     sizes = [factor * trained.settings.inner_lr for factor in s.step_factors]
     return trained, judge_with_steps(trained, data, sizes, s.validation_episodes, s.test_episodes)
@@ -193,7 +194,7 @@ def _minutes(each: Trainings) -> list[float]:
     return [trained.minutes for trained, _ in each]
 
 
-def _together(each: Trainings) -> Judged:
+def _together(each: Trainings) -> JudgedTraining:
     return over_seeds([judged for _, judged in each])
 
 
@@ -203,59 +204,49 @@ def _numbers(each: Trainings) -> dict[str, Any]:
     return {**asdict(_together(each)), "seeds": seeds, "hyperiterations": first.iterations, "curve": first.curve}
 
 
-def _table(s: Settings, dataset: str, rows: dict[str, Trainings]) -> Table:
+def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> TextTable:
     base = PROBLEMS[dataset]
     shown = []
     for variant, each in rows.items():
         trained, judged = each[0][0], _together(each)
-        compared = dataset == "miniimagenet" and variant in PRINTED
-        printed = f"{PRINTED[variant]:.2f}" if compared else "–"
-        gap = f"{100 * judged.accuracy - PRINTED[variant]:+.2f}" if compared else "–"
-        pixels = f"{base.image_size}×{base.image_size} pixels"
-        why = f"{trained.iterations:,} hyperiterations on {pixels}; the paper does not state its own, on 84×84"
-        if not compared:
-            why = "not in the paper" if dataset == "miniimagenet" else "the paper has MiniImagenet only"
-        shown.append(
-            (
-                variant,
-                printed,
-                f"{100 * judged.accuracy:.2f} ± {100 * judged.interval:.2f}",
-                ", ".join(f"{100 * one.accuracy:.2f}" for _, one in each),
-                gap,
-                f"{trained.iterations:,}",
-                f"{sum(_minutes(each)) / len(each):.1f}",
-                ", ".join(f"{one.inner_lr:g}" for _, one in each),
-                why,
+        if dataset == "miniimagenet" and variant in PRINTED:
+            paper, gap = f"{PRINTED[variant]:.2f}", f"{100 * judged.accuracy - PRINTED[variant]:+.2f}"
+            why = (
+                f"{trained.iterations:,} hyperiterations on {base.image_size}×{base.image_size} pixels; the paper does "
+                "not state its own, on 84×84"
             )
-        )
-    small = f" on {base.image_size}×{base.image_size} pixels" if base.image_size else ""
-    return Table(
-        f"{dataset} {base.ways}-way {base.shots}-shot, {base.network}{small}: accuracy in per cent on "
-        f"{s.test_episodes} meta-test episodes, {s.seeds} training{'s' * (s.seeds > 1)} of each variant",
-        ("variant", "paper", "ours", "each seed", "difference", "hyperiterations", "minutes", "step size", "why"),
-        shown,
+        else:
+            paper = gap = "–"
+            why = "not in the paper" if dataset == "miniimagenet" else "the paper has MiniImagenet only"
+        scores = percent(judged.accuracy, judged.interval), ", ".join(percent(one.accuracy) for _, one in each)
+        length = f"{trained.iterations:,}", f"{sum(_minutes(each)) / len(each):.1f}"
+        sizes = ", ".join(f"{one.inner_lr:g}" for _, one in each)
+        shown.append((variant, paper, *scores, gap, *length, sizes, why))
+    columns = ("variant", "paper", "ours", "each seed", "difference", "hyperiterations", "minutes", "step size", "why")
+    title = (
+        f"{problem_in_words(base)}: accuracy in per cent on {s.test_episodes} meta-test episodes, {s.seeds} "
+        f"training{'s' * (s.seeds > 1)} of each variant"
     )
+    return TextTable(title, columns, shown)
 
 
-def _order(dataset: str, rows: dict[str, Trainings]) -> Table:
+# What the paper concludes from two comparisons.
+CONCLUSIONS = {
+    "splitting episodes into training and validation sets matters": ("hyper-representation", "bilevel-train"),
+    "the full hypergradient matters": ("hyper-representation", "approx"),
+}
+
+
+def _order(dataset: str, rows: dict[str, Trainings]) -> TextTable:
     """The paper's order, neighbour by neighbour, and the two comparisons that it draws its conclusions from."""
-    order = [variant for variant in PRINTED if variant in rows]
-    pairs = list(pairwise(order))
-    for pair in (("hyper-representation", "bilevel-train"), ("hyper-representation", "approx")):
-        if pair not in pairs and set(pair) <= set(rows):
-            pairs.append(pair)
+    pairs = list(pairwise(variant for variant in PRINTED if variant in rows))
+    pairs += [pair for pair in CONCLUSIONS.values() if pair not in pairs and set(pair) <= set(rows)]
     shown = []
     for better, worse in pairs:
         gap, width = differ(_together(rows[better]), _together(rows[worse]))
-        shown.append(
-            (
-                f"{better} > {worse}",
-                f"{PRINTED[better] - PRINTED[worse]:+.2f}",
-                f"{100 * gap:+.2f} ± {100 * width:.2f}",
-                verdict(gap, width),
-            )
-        )
-    return Table(f"{dataset}: the order that the paper finds", ("claim", "paper", "ours", "verdict"), shown)
+        paper = f"{PRINTED[better] - PRINTED[worse]:+.2f}"
+        shown.append((f"{better} > {worse}", paper, points(gap, width), verdict(gap, width)))
+    return TextTable(f"{dataset}: the order that the paper finds", ("claim", "paper", "ours", "verdict"), shown)
 
 
 def verdict(gap: float, width: float) -> str:
@@ -269,12 +260,9 @@ def verdict(gap: float, width: float) -> str:
     return "confirmed" if gap > 0 else "contradicted"
 
 
-def _notes(s: Settings, found: dict[str, dict[str, Trainings]]) -> tuple[str, ...]:
+def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple[str, ...]:
     return (
-        *(
-            _in_words(name, {variant: _together(each) for variant, each in rows.items()})
-            for name, rows in found.items()
-        ),
+        *(_in_words(name, {one: _together(each) for one, each in rows.items()}) for name, rows in found.items()),
         f"Every variant sees the same number of images in a hyperiteration and is judged on the same episodes, after "
         f"T = {s.steps} steps from zero, with the step size that was best on meta-validation. Support and query sets "
         f"are disjoint. Batch norm: episode, {MEANING['episode']}.",
@@ -284,51 +272,41 @@ def _notes(s: Settings, found: dict[str, dict[str, Trainings]]) -> tuple[str, ..
     )
 
 
-def _in_words(dataset: str, rows: dict[str, Judged]) -> str:
+def _in_words(dataset: str, rows: dict[str, JudgedTraining]) -> str:
     """The paper's two conclusions, held against our numbers."""
     ranked = sorted(rows, key=lambda variant: -rows[variant].accuracy)
     text = f"On {dataset} our order is {' > '.join(ranked)}."
-    claims = {
-        "splitting episodes into training and validation sets matters": ("hyper-representation", "bilevel-train"),
-        "the full hypergradient matters": ("hyper-representation", "approx"),
-    }
-    for claim, (better, worse) in claims.items():
+    for conclusion, (better, worse) in CONCLUSIONS.items():
         if {better, worse} <= set(rows):
             gap, width = differ(rows[better], rows[worse])
             text += (
-                f" The paper's conclusion that {claim} is {verdict(gap, width)}: {better} minus {worse} is "
-                f"{100 * gap:+.2f} ± {100 * width:.2f} points."
+                f" The paper's conclusion that {conclusion} is {verdict(gap, width)}: {better} minus {worse} is "
+                f"{points(gap, width)} points."
             )
     return text
 
 
-def _choices(s: Settings) -> dict[str, str]:
+def _choices(s: VariantsSettings) -> dict[str, str]:
     return {
-        "outer optimiser": (
-            f"Adam, step 1e-3, the same for all; scores are those of λ's moving average, factor {s.average:g}"
-        ),
+        "outer optimiser": "Adam, step 1e-3, the same for all; scores are those of λ's moving average, factor "
+        f"{s.average:g}",
         "inner step size": "in training the problem's (see the settings of the runs), never above 1/ν",
-        "Classic-train": (
-            f"w^j by gradient descent and λ by Adam, at once; new episodes and w^j = 0 every {s.steps} such steps, "
-            "each of which counts as a hyperiteration"
-        ),
-        "Multiclass": (
-            "one softmax over all classes of meta-training (on Omniglot with their quarter turns), its logits are the "
-            "features; C4L with 64 filters, as in the paper, and as many hyperiterations as take the same minutes"
-        ),
-        "multiclass-today": (
-            "the network of the other variants, as many images as they see, augmented (not on Omniglot), SGD with "
-            "Nesterov's momentum, a rate that falls with a cosine, a cosine classifier, features centred and of one "
-            "length; judged like the others, on features instead of logits"
-        ),
+        "Classic-train": f"w^j by gradient descent and λ by Adam, at once; new episodes and w^j = 0 every {s.steps} "
+        "such steps, each of which counts as a hyperiteration",
+        "Multiclass": "one softmax over all classes of meta-training (on Omniglot with their quarter turns), its "
+        "logits are the features; C4L with 64 filters, as in the paper, and as many hyperiterations as take the same "
+        "minutes",
+        "multiclass-today": "the network of the other variants, as many images as they see, augmented (not on "
+        "Omniglot), SGD with Nesterov's momentum, a rate that falls with a cosine, a cosine classifier, features "
+        "centred and of one length; judged like the others, on features instead of logits",
         "-train variants": "16 examples a class, no queries",
         "length": "hyperiterations as in the table; the paper does not say how long its variants were trained",
     }
 
 
-def _check(s: Settings) -> None:
+def _check(s: VariantsSettings) -> None:
     check_datasets(s.datasets, iterations=s.iterations)
-    require(s.seeds >= 1, f"seeds={s.seeds} leaves nothing to train; pass at least 1.")
+    s.at_least(1, seeds="leaves nothing to train")
     unknown = [variant for variant in s.variants if variant not in CHANGES]
     require(
         bool(s.variants) and not unknown,
@@ -338,10 +316,7 @@ def _check(s: Settings) -> None:
         1 <= s.looks <= min(s.iterations),
         f"looks={s.looks} must be from 1 to the number of hyperiterations ({min(s.iterations)}).",
     )
-    require(
-        min(s.validation_episodes, s.test_episodes) >= 2,
-        f"validation_episodes={s.validation_episodes} and test_episodes={s.test_episodes} must both be at least 2.",
-    )
+    s.at_least(2, validation_episodes="give no interval", test_episodes="give no interval")
     require(
         bool(s.step_factors) and all(factor > 0 for factor in s.step_factors),
         f"step_factors={s.step_factors} must be numbers above 0, at least one.",
@@ -349,3 +324,38 @@ def _check(s: Settings) -> None:
     for dataset, iterations in zip(s.datasets, s.iterations, strict=True):
         for variant in s.variants:
             training_of(s, dataset, variant, iterations, s.seed)  # refuses what training cannot take
+
+
+COLOURS = (BLUE, GREY, ORANGE, GREEN, PURPLE, RED, SKY)
+
+
+def _draw(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
+    """A row for every data set: final accuracies as bars beside the paper's, and how the trainings got there."""
+    with picture(path, width=11.5, height=4.4 * len(numbers)) as figure:
+        grid = figure.subplots(len(numbers), 2, squeeze=False)
+        for (bars, curves), (dataset, rows) in zip(grid, numbers.items(), strict=True):
+            _draw_bars(bars, dataset, rows, PRINTED if dataset == "miniimagenet" else {})
+            labels = "share of the training", "meta-validation accuracy in per cent"
+            titled(curves, f"{dataset}: while learning", *labels)
+            for (variant, found), colour in zip(rows.items(), COLOURS, strict=False):
+                last = max(point[0] for point in found["curve"]) or 1
+                draw_curve(curves, found["curve"], colour, variant, 1 / last)
+            legend_below(curves, columns=3)
+
+
+def _draw_bars(axes: Axes, dataset: str, rows: Mapping[str, Any], printed: Mapping[str, float]) -> None:
+    titled(axes, f"{dataset}: meta-test", "accuracy in per cent")
+    places = list(range(len(rows)))[::-1]
+    for place, (variant, found), colour in zip(places, rows.items(), COLOURS, strict=False):
+        value, width = 100 * found["accuracy"], 100 * found["interval"]
+        axes.barh(place, value, 0.62, color=colour, xerr=width, ecolor=BLACK, capsize=3)
+        beside: Any = {"textcoords": "offset points", "va": "center", "fontsize": 9.5}
+        axes.annotate(f"{value:.1f}", (value + width, place), (5, 0), **beside)
+        if variant in printed:
+            dots(axes, printed[variant], place, BLACK, marker="D", zorder=5)
+    if printed:
+        dots(axes, [], [], BLACK, "the paper's", marker="D")
+        axes.legend(loc="lower right")
+    axes.set_yticks(places, list(rows))
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.16 * max([100 * found["accuracy"] for found in rows.values()] + list(printed.values())))

@@ -5,23 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from bilevel.errors import BilevelError
+
 
 @dataclass(frozen=True)
 class Operator:
-    """A square matrix as a function of vectors, with what is known about it.
+    """A square matrix A, given by its products with vectors, and facts about it.
 
     Args:
         matvec: v ↦ A v for a vector v.
-        matmat: rows V ↦ rows A v for a batch of vectors, where that is faster than one after another.
-        symmetric: True if A is symmetric by construction, None if nobody knows.
-        step: an ω for which x ← x + ω(b − A x) is known to be the natural iteration (1 for A = I − ∂Φ), or None.
-        inverse: v ↦ roughly A⁻¹ v, symmetric and positive definite: a preconditioner, where one is known.
+        matmat: rows V ↦ rows A v for a batch of vectors, if it is faster than one product after another.
+        symmetric: True if A is symmetric by construction, None if unknown.
+        step: an ω for which x ← x + ω(b − A x) converges (1 for A = I − ∂Φ), or None if unknown.
+        inverse: v ↦ an approximation of A⁻¹ v, symmetric and positive definite: a preconditioner; None for none.
+        transposed: v ↦ Aᵀ v for a vector v, where it is known; a symmetric A needs none.
     """
 
     matvec: Callable[[Tensor], Tensor]
@@ -29,6 +32,7 @@ class Operator:
     symmetric: bool | None = None
     step: float | None = None
     inverse: Callable[[Tensor], Tensor] | None = None
+    transposed: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, vector: Tensor) -> Tensor:
         return self.matvec(vector)
@@ -38,10 +42,20 @@ class Operator:
             return self.matmat(vectors)
         return torch.stack([self.matvec(vector) for vector in vectors])
 
+    def transposed_product(self, solver: str) -> Callable[[Tensor], Tensor]:
+        """v ↦ Aᵀ v, or an error where it is unknown."""
+        known = self.matvec if self.symmetric else self.transposed
+        if known is None:
+            raise BilevelError(
+                f"{solver} needs products with Aᵀ, and this operator has none. Pass Operator(matvec, transposed=…), or "
+                "use GMRES() or BiCGSTAB(), which take products with A alone."
+            )
+        return known
+
 
 @dataclass(frozen=True)
 class LinearSolution:
-    """x with the relative residual ‖b − A x‖/‖b‖ that was measured for it, and the number of products with A."""
+    """The solution x, its measured relative residual ‖b − A x‖/‖b‖, and the number of products with A."""
 
     x: Tensor
     residual: float
@@ -51,13 +65,19 @@ class LinearSolution:
 
 @dataclass(frozen=True)
 class LinearSolver(ABC):
-    """Solves A x = b, b a vector."""
+    """Solves A x = b for a vector b.
+
+    Attributes:
+        advice: what to do if the solver did not converge; it ends the warning of `Implicit`.
+    """
+
+    advice: ClassVar[str] = "Use a more accurate solver."
 
     @abstractmethod
     def solve(
         self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
     ) -> LinearSolution:
-        """The solution, started from `x0` (a warm start) where the solver iterates."""
+        """The solution. Iterative solvers begin at `x0`, a warm start."""
 
     @classmethod
     def examples(cls) -> list[Self]:
@@ -70,7 +90,7 @@ def as_operator(matvec: Any) -> Operator:
 
 
 def reachable(tol: float, b: Tensor) -> float:
-    """The tolerance, or what the floating-point format can do where that is less."""
+    """The tolerance, but at least ten times the rounding error of b's dtype."""
     return max(tol, 10 * torch.finfo(b.dtype).eps)
 
 
@@ -80,13 +100,13 @@ def relative(residual: Tensor, b: Tensor) -> float:
 
 
 def random_directions(count: int, like: Tensor, seed: int) -> Tensor:
-    """Standard normal rows, the same on every machine for a seed."""
+    """Standard normal rows. They depend on the seed only, not on the machine."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, like.numel(), generator=generator, dtype=torch.float64).to(like)
 
 
 def largest_eigenvalue(operator: Operator, like: Tensor, products: int = 30) -> float:
-    """An estimate of ‖A‖ by power iteration, from below by a few per cent."""
+    """An estimate of ‖A‖ by power iteration; it is too small by a few per cent."""
     vector = random_directions(1, like, seed=0)[0]
     scale = 0.0
     for _ in range(products):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CG(LinearSolver):
-    """Conjugate gradients for a symmetric positive definite A, preconditioned by `Nystrom` if given, else by what the
-    operator itself knows of its inverse.
+    """Conjugate gradients for a symmetric positive definite A.
 
-    A map that is not symmetric is refused, and so is one with negative curvature: at such a point the inner problem has
-    no minimiser for an implicit gradient to refer to.
+    The preconditioner is `preconditioner` if it is given, else the operator's `inverse` if it has one. A map that is
+    not symmetric is refused, and so is one with negative curvature: w_T is then not a minimiser of the inner problem,
+    and the implicit gradient is not defined.
 
     Args:
         tol: stop at ‖b − A x‖ ≤ tol·‖b‖.
@@ -43,6 +43,10 @@ class CG(LinearSolver):
     max_iter: int | None = None
     preconditioner: Nystrom | None = None
 
+    advice: ClassVar[str] = (
+        "Raise max_iter, or precondition with CG(preconditioner=Nystrom(rank)) or Implicit(preconditioner=…)."
+    )
+
     def solve(
         self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
     ) -> LinearSolution:
@@ -50,12 +54,13 @@ class CG(LinearSolver):
         products = 0
         if operator.symmetric is None:
             refuse_unless_symmetric(operator, b, "CG")
+            operator = replace(operator, symmetric=True)
             products += 2
         if self.preconditioner is not None:
             operator = replace(operator, inverse=self.preconditioner.inverse(operator, b))
-            products += self.preconditioner.rank
+            products += min(self.preconditioner.rank, b.numel())
         x, residual, spent = conjugate(operator, b, x0, self.tol, self.max_iter)
-        # The recurrence drifts from the true residual; what is reported is measured.
+        # The residual of the recurrence drifts from the true one, so the true one is measured.
         moved = spent > (x0 is not None)
         measured = relative(b - operator(x) if moved else residual, b)
         products += spent + moved
@@ -71,15 +76,15 @@ class CG(LinearSolver):
 def conjugate(
     operator: Operator, b: Tensor, x0: Tensor | None, tol: float, max_iter: int | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """x, the recurrence's idea of b − A x, and the products spent; preconditioned where the operator knows how.
+    """x, the recurrence's b − A x, and the number of products; preconditioned by the operator's `inverse`.
 
-    Whatever the preconditioner is, the residual belongs to x: a poor one costs iterations, not digits.
+    A poor preconditioner costs iterations, not accuracy: the residual is that of the system without it.
     """
     limit = 2 * b.numel() if max_iter is None else max_iter
     x = torch.zeros_like(b) if x0 is None else x0.clone()
     residual = b.clone() if x0 is None else b - operator(x)
     if not residual.norm() <= b.norm():
-        # A start that is worse than none is none: the digits lost on the way back would not return.
+        # From a start worse than zero, cancellation would lose digits that do not come back.
         x, residual = torch.zeros_like(b), b.clone()
     target = reachable(tol, b) * b.norm()
     direction, previous, iterations = torch.zeros_like(b), None, 0
@@ -99,8 +104,8 @@ def conjugate(
         if not bool(torch.isfinite(curvature)):
             raise BilevelError(
                 f"CG met a curvature that is {float(curvature)} at iteration {iterations}: products with the matrix "
-                f"exceed what {str(b.dtype)[6:]} can hold, or w_T is no place where the objective has a second "
-                "derivative. Use float32 or float64, or scale the data."
+                f"exceed the range of {str(b.dtype)[6:]}, or the objective has no second derivative at w_T. "
+                "Use float32 or float64, or scale the data."
             )
         if not curvature > 0:
             raise BilevelError(
@@ -115,12 +120,12 @@ def conjugate(
 
 
 def refuse_unless_symmetric(operator: Operator, b: Tensor, solver: str) -> None:
-    """Two products with random vectors tell."""
+    """Compare ⟨u, A v⟩ with ⟨A u, v⟩ for random u and v."""
     u, v = random_directions(2, b, seed=1)
     left, right = torch.dot(u, operator(v)), torch.dot(v, operator(u))
     tolerance = 1e3 * torch.finfo(b.dtype).eps * float(u.norm() * v.norm() + left.abs() + right.abs())
     if abs(float(left - right)) > tolerance:
         raise BilevelError(
             f"{solver} was given a map that is not symmetric: ⟨u, A v⟩ = {float(left):.6g} but ⟨A u, v⟩ = "
-            f"{float(right):.6g}. Use FixedPoint(), Neumann(terms) or Direct(), which do not need symmetry."
+            f"{float(right):.6g}. Use GMRES(), BiCGSTAB(), NormalCG() or Direct(), which do not need symmetry."
         )

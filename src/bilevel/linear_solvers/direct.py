@@ -1,9 +1,10 @@
-"""The dense solution, for small problems and as an oracle."""
+"""The dense solution, for small problems and as a reference for the other solvers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,17 @@ from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, 
 
 @dataclass(frozen=True)
 class Direct(LinearSolver):
-    """Build A from its products with unit vectors, then factorise it. A warm start changes nothing.
+    """Build A from its products with unit vectors, then factorise it. A warm start is ignored.
 
     Args:
         largest: refuse systems with more unknowns than this, which would take largest² numbers of memory.
     """
 
     largest: int = 5000
+
+    advice: ClassVar[str] = (
+        "The matrix is nearly singular: add an L2 term to the inner objective, or use Reverse(), which needs no system."
+    )
 
     def solve(
         self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None

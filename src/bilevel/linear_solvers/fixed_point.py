@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
@@ -31,6 +33,8 @@ class FixedPoint(LinearSolver):
     max_iter: int = 10_000
     step: float | None = None
 
+    advice: ClassVar[str] = "Raise max_iter, or use CG() if the matrix is symmetric and Direct() if it is small."
+
     def solve(
         self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
     ) -> LinearSolution:
@@ -40,6 +44,9 @@ class FixedPoint(LinearSolver):
         target, start = reachable(self.tol, b) * b.norm(), b.norm()
         for iteration in range(self.max_iter):
             residual = b - operator(x)
+            if iteration == 0 and residual.norm() > start:
+                # A warm start worse than zero is dropped.
+                x, residual = torch.zeros_like(b), b
             if residual.norm() <= target:
                 return LinearSolution(x, relative(residual, b), products + iteration + 1, True)
             if not residual.norm() <= 1e8 * start:
@@ -61,5 +68,5 @@ def relaxation(operator: Operator, b: Tensor, step: float | None) -> tuple[float
         return operator.step, 0
     products = 30
     bound = largest_eigenvalue(operator, b, products)
-    # Power iteration underestimates ν: a tenth less than 1/ν keeps the iteration on the safe side of 2/ν.
+    # Power iteration underestimates ν: 0.9/ν stays below the limit 2/ν.
     return (0.9 / bound if bound > 0 else 1.0), products

@@ -16,13 +16,14 @@ class Spectrum:
 
     `smallest` and `largest` are Ritz values moved outwards by their residual norms. With `complete` the Krylov space
     was exhausted, and they are the extreme eigenvalues to rounding; otherwise the true smallest may lie lower, with
-    small probability for a random start.
+    small probability for a random start. `attained` is the smallest Ritz value: A has a curvature that is as small.
     """
 
     smallest: float
     largest: float
     complete: bool
     products: int
+    attained: float
 
 
 def lanczos(operator: Operator, like: Tensor, products: int = 200, seed: int = 3) -> Spectrum:
@@ -36,7 +37,7 @@ def lanczos(operator: Operator, like: Tensor, products: int = 200, seed: int = 3
         image = operator(basis[-1])
         diagonal.append(torch.dot(image, basis[-1]))
         span = torch.stack(basis)
-        # Twice is enough: one pass leaves rounding errors that grow with the number of converged Ritz values.
+        # Two passes, because one leaves rounding errors that grow with the number of converged Ritz values.
         for _ in range(2):
             image = image - span.T @ (span @ image)
         length = image.norm()
@@ -53,4 +54,5 @@ def lanczos(operator: Operator, like: Tensor, products: int = 200, seed: int = 3
     tridiagonal = torch.diag(torch.stack(diagonal)) + torch.diag(betas, 1) + torch.diag(betas, -1)
     values, vectors = torch.linalg.eigh(tridiagonal)
     residuals = torch.zeros_like(values) if complete else off[-1] * vectors[-1].abs()
-    return Spectrum(float(values[0] - residuals[0]), float(values[-1] + residuals[-1]), complete, len(diagonal))
+    smallest, largest = float(values[0] - residuals[0]), float(values[-1] + residuals[-1])
+    return Spectrum(smallest, largest, complete, len(diagonal), float(values[0]))

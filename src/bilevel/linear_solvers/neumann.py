@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Self
@@ -15,27 +16,28 @@ from bilevel.linear_solvers.fixed_point import relaxation
 
 @dataclass(frozen=True)
 class Neumann(LinearSolver):
-    """x = ω Σ_{k < terms} (I − ωA)ᵏ b: a fixed number of products, and a residual that says what they were worth.
+    """x = ω Σ_{k < terms} (I − ωA)ᵏ b, at a fixed number of products; the residual says how accurate it is.
 
-    From a warm start x0 the same number of terms is spent on the correction A⁻¹(b − A x0).
+    From a warm start x0 the same number of terms approximates the correction A⁻¹(b − A x0).
     """
 
     terms: int = 100
     step: float | None = None
 
+    advice: ClassVar[str] = "Raise terms, or use CG() if the matrix is symmetric."
+
     def solve(
         self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
     ) -> LinearSolution:
         if self.terms < 1:
-            raise BilevelError(f"Neumann(terms={self.terms}) has nothing to add up; pass terms ≥ 1.")
+            raise BilevelError(f"Neumann(terms={self.terms}) has no terms to add up; pass terms ≥ 1.")
         operator = as_operator(matvec)
         omega, products = relaxation(operator, b, self.step)
         x = omega * b if x0 is None else x0 + omega * (b - operator(x0))
         for _ in range(self.terms - 1):
             x = x + omega * (b - operator(x))
         residual = relative(b - operator(x), b)
-        # How accurate a truncated series is meant to be is the caller's choice, so it is never "not converged" unless
-        # it diverges.
+        # The caller chooses the accuracy by `terms`, so only a residual of a tenth or more counts as not converged.
         return LinearSolution(x, residual, products + self.terms + (x0 is not None), residual < 0.1)
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,13 +19,13 @@ from bilevel.linear_solvers.cg import refuse_unless_symmetric
 class Nystrom(LinearSolver):
     """x = (Â + damping·I)⁻¹ b with Â = U diag(s) Uᵀ, a rank-`rank` approximation of A from as many products.
 
-    An inverse in its own right where A is a low-rank matrix plus damping·I, as the Hessian of a wide model with weight
-    decay `damping` nearly is; its residual says whether that was so. Elsewhere use it as a preconditioner:
+    It is accurate if A is nearly a low-rank matrix plus damping·I, such as the Hessian of a wide model with weight
+    decay `damping`; the residual says whether it is. Otherwise use it as a preconditioner:
     `CG(preconditioner=Nystrom(rank=50))`.
 
     Args:
-        rank: products spent on the sketch.
-        damping: the eigenvalue that directions outside the sketch are given; None takes the sketch's smallest.
+        rank: number of products for the sketch.
+        damping: the eigenvalue in directions outside the sketch; None takes the sketch's smallest eigenvalue.
         seed: of the Gaussian sketch.
     """
 
@@ -32,16 +33,18 @@ class Nystrom(LinearSolver):
     damping: float | None = None
     seed: int = 0
 
+    advice: ClassVar[str] = "Raise rank, or use it as a preconditioner: CG(preconditioner=Nystrom(rank))."
+
     def inverse(self, operator: Operator, like: Tensor) -> Callable[[Tensor], Tensor]:
         """The map r ↦ (Â + damping·I)⁻¹ r."""
         if self.rank < 1:
-            raise BilevelError(f"Nystrom(rank={self.rank}) has no directions to look at; pass rank ≥ 1.")
+            raise BilevelError(f"Nystrom(rank={self.rank}) has no directions to sketch; pass rank ≥ 1.")
         if operator.symmetric is None:
             refuse_unless_symmetric(operator, like, "Nystrom")
         rank = min(self.rank, like.numel())
         basis = torch.linalg.qr(random_directions(rank, like, self.seed).T).Q
         image = operator.rows(basis.T).T
-        # A shift by a rounding error's worth makes the Cholesky factorisation of a semi-definite sketch safe.
+        # A shift of the size of rounding errors, so that the Cholesky factorisation of a semi-definite sketch exists.
         shift = torch.finfo(like.dtype).eps * image.norm() * like.numel() ** 0.5
         image = image + shift * basis
         core = basis.T @ image
@@ -80,7 +83,7 @@ class Nystrom(LinearSolver):
         invert = self.inverse(operator, b)
         x = invert(b) if x0 is None else x0 + invert(b - operator(x0))
         residual = relative(b - operator(x), b)
-        products = min(self.rank, b.numel()) + 1 + (x0 is not None)
+        products = min(self.rank, b.numel()) + 1 + (x0 is not None) + 2 * (operator.symmetric is None)
         return LinearSolution(x, residual, products, residual < 1e-2)
 
     @classmethod

@@ -1,11 +1,11 @@
-"""Ways to the hypergradient ∇f_T(λ): one file each, all with the same call and the same result."""
+"""Methods for the hypergradient ∇f_T(λ): one file each, with the same call and the same type of result."""
 
 from __future__ import annotations
 
 import sys
 
 from bilevel import discovery
-from bilevel.methods.base import Hypergradient, Method, Stats
+from bilevel.engine.method import Hypergradient, Method, Stats
 
 
 def find() -> dict[str, type[Method]]:

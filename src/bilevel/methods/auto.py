@@ -1,25 +1,27 @@
-"""`method="auto"`: which way to the hypergradient fits the sizes at hand, and why."""
+"""`method="auto"`: choose a method by the sizes of w, λ and T, and give the reason."""
 
 from __future__ import annotations
 
 import torch
 
 from bilevel import trees
+from bilevel.engine.checks import check_process
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Process
+from bilevel.engine.replay import amount
 from bilevel.errors import BilevelError
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.checks import check_process
 from bilevel.methods.forward import Forward
-from bilevel.methods.process import Process
+from bilevel.methods.implicit import Implicit
 from bilevel.methods.reverse import Reverse
 from bilevel.methods.spectral import Spectral
 from bilevel.methods.unrolled import Unrolled
 
-# What a method may keep before the next thriftier one is taken.
+# A method that would take more memory than this is not chosen if another takes less.
 BUDGET = 2 * 1024**3
 
 
 def run_best(process: Process) -> tuple[Hypergradient, str]:
-    """The hypergradient by the method that fits, and why; a closed form that turns out not to hold is given up."""
+    """The hypergradient by the chosen method, and the reason. If `Spectral` turns out not to apply, another is used."""
     method, reason = choose(process)
     try:
         return method(process), reason
@@ -31,15 +33,21 @@ def run_best(process: Process) -> tuple[Hypergradient, str]:
 
 
 def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> tuple[Method, str]:
-    """The method and a sentence that says why.
+    """The method, and a sentence with the reason.
 
-    All candidates are exact, so the choice changes time and memory and nothing else.
+    All candidates are exact, so the choice changes only time and memory. The steps of a solver that runs to a tolerance
+    have no derivative, and there `Implicit` is the only choice.
     """
     steps = process.steps
     with torch.no_grad():
         state = process.bound.start()
     size, count = trees.size(state[0]), sum(v.numel() for v in process.variables[: process.outer_count])
     sizes = f"w has {size:,} numbers, λ {count:,}, T = {steps:,}"
+
+    if not process.bound.dynamics.differentiable:
+        check_process(process, Implicit())
+        name = type(process.bound.dynamics).__name__
+        return Implicit(), f"Implicit: {name} runs to a tolerance, and its steps cannot be differentiated ({sizes})."
 
     if closed_form and size <= 1000 and steps >= 20:
         spectral = Spectral(largest=1000)
@@ -55,30 +63,31 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
             )
 
     check_process(process, Unrolled())
-    graph, iterates = steps * process.findings["graph bytes"] if steps else 0, steps * trees.nbytes(state)
+    graph, iterates = steps * process.findings.graph_bytes if steps else 0, steps * trees.nbytes(state)
     if graph <= budget:
-        return Unrolled(), f"Unrolled: recording all steps takes about {_amount(graph)}, which fits ({sizes})."
+        return Unrolled(), f"Unrolled: recording all steps takes about {amount(graph)}, which fits ({sizes})."
     if iterates <= budget:
         return (
             Reverse(),
-            f"Reverse: recording all steps would take about {_amount(graph)}, the iterates alone {_amount(iterates)} "
+            f"Reverse: recording all steps would take about {amount(graph)}, the iterates alone {amount(iterates)} "
             f"({sizes}).",
         )
     if count <= 8:
         return (
             Forward(),
-            f"Forward: the iterates alone would take {_amount(iterates)}, and λ has only {count} numbers ({sizes}).",
+            f"Forward: the iterates alone would take {amount(iterates)}, and λ has only {count} numbers ({sizes}).",
+        )
+    try:
+        thrifty = Reverse(memory=budget)
+        plan = thrifty.sizes(process).plan(budget, 1)
+    except BilevelError:
+        return (
+            Reverse("sqrt"),
+            f"Reverse('sqrt'): the iterates alone would take {amount(iterates)}, and no plan takes less than "
+            f"{amount(budget)} ({sizes}).",
         )
     return (
-        Reverse("sqrt"),
-        f"Reverse('sqrt'): the iterates alone would take {_amount(iterates)}; √T checkpoints and one more forward pass "
-        f"do ({sizes}).",
+        thrifty,
+        f"Reverse(memory={budget}): the iterates alone would take {amount(iterates)}; {plan.kept} of them and "
+        f"{plan.steps:,} steps to compute the others fit ({sizes}).",
     )
-
-
-def _amount(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

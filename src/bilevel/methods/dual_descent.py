@@ -1,4 +1,4 @@
-"""Gradient descent on linear classifiers in the span of their examples: exact, and cheap when examples are few."""
+"""Gradient descent on linear classifiers in the span of their examples: exact, and fast if examples are few."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.engine.method import Hypergradient, Method, Part
+from bilevel.engine.process import Process, accumulate, reached
 from bilevel.errors import BilevelError
-from bilevel.methods.base import Hypergradient, Method, Part
-from bilevel.methods.process import Process, accumulate, reached
 from bilevel.structures.linear_classifiers import LinearClassifiers
 
 
@@ -23,8 +23,8 @@ class DualDescent(Method):
 
         A_{t+1} = d A_t − lr/n (P_t − Y),      u_T = Φ α_T,   u_t = d u_{t+1} − lr/n K J_t u_{t+1}
 
-    so a step costs examples² instead of examples × features: with one picture of each of five classes, next to nothing.
-    ∇E in Φ is three matrix products at the end. E may be any outer objective.
+    so a step costs examples² instead of examples × features operations, for example 25 per class in a 5-way 1-shot
+    episode. ∇E in Φ takes three matrix products at the end. E may be any outer objective.
     """
 
     sees_dynamics = False
@@ -76,7 +76,7 @@ class DualDescent(Method):
 
 
 class _Run:
-    """The coefficients A_0…A_T of the iterates and the probabilities on the way."""
+    """The coefficients A_0…A_T of the iterates and the probabilities P_t of every step."""
 
     def __init__(self, products: Tensor, wanted: Tensor, rates: list[float], decays: list[float]) -> None:
         self.products, self.rates, self.decays = products, rates, decays

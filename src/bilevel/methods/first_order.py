@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bilevel.methods.base import Hypergradient, Method, Part
-from bilevel.methods.process import Process
+from bilevel.engine.method import Hypergradient, Method, Part
+from bilevel.engine.process import Process
 
 
 @dataclass(frozen=True)
 class FirstOrder(Method):
     """∇_λ E(w_T, λ) with ∇_λ w_T set to zero (Section 5.3, *Approx*).
 
-    It sees λ only where the outer objective (or `encode`) uses it, so a λ that acts through the inner problem alone is
-    refused.
+    It differentiates only the outer objective and `encode`. A λ that enters through the inner problem alone is refused.
     """
 
     exact: ClassVar[bool] = False

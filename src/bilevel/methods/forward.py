@@ -1,4 +1,4 @@
-"""Forward mode: the derivative of w_t in λ is carried along with w_t."""
+"""Forward mode: the derivative of w_t in λ is computed together with w_t."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Gradients, Process, live_copy
+from bilevel.engine.products import are_transposed, jacobian_vector_products
 from bilevel.errors import BilevelError
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Gradients, Process, live_copy
-from bilevel.methods.products import are_transposed, jacobian_vector_products
 from bilevel.trees import Tree
 
-# Tangents beyond this fall out of the cache, and every operation on them then waits for memory.
+# Larger tangents do not fit into the processor's cache, and operations on them are limited by memory bandwidth.
 CACHE_BYTES = 2 * 1024**2
 
 
@@ -24,11 +24,10 @@ class Forward(Method):
     """Z_t = (∂Φ_t/∂w) Z_{t−1} + ∂Φ_t/∂λ, then ∇f_T = ∇_λ E + ∇_w E · Z_T (Franceschi et al., 2017).
 
     Memory does not grow with T but with the size of λ: Z has as many columns as λ has numbers, all propagated at once.
-    The method for few hyperparameters and very many steps, and, continued online, real-time hyperparameter
-    optimisation.
+    It suits few hyperparameters and very many steps. Continued online, it is real-time hyperparameter optimisation.
 
     Args:
-        chunk: propagate at most this many columns at once; None takes as many as keep a step's tangents in the cache.
+        chunk: propagate at most this many columns at once; None chooses as many as fit into the processor's cache.
     """
 
     chunk: int | None = None
@@ -37,14 +36,14 @@ class Forward(Method):
         if self.chunk is not None and self.chunk < 1:
             raise BilevelError(f"Forward(chunk={self.chunk}) propagates nothing; pass chunk ≥ 1 or None.")
 
-    def look(self, process: Process) -> None:
-        """Once per problem: are the products of this method those of reverse mode?"""
-        if "transposed" in process.findings or not process.problem.check_derivatives:
+    def prepare(self, process: Process) -> None:
+        """Check that the products of this method are those of reverse mode."""
+        if not process.problem.check_derivatives:
             return
         bound, variables = process.bound, process.variables
         with torch.enable_grad():
             start = bound.start()
-            # After a step, because derivatives may vanish where w is 0.
+            # After a step, because derivatives may be zero where w is 0.
             leaves, live = live_copy(bound.step(start, process.times[0]) if process.steps else start)
             after = bound.step(live, process.times[0]) if process.steps else ()
         inputs = [leaf for leaf in leaves if trees.is_variable(leaf)] + variables
@@ -54,7 +53,7 @@ class Forward(Method):
                 fine = are_transposed(outputs, variables[: process.outer_count] if name == "encode" else inputs)
             except RuntimeError as error:
                 if name == "encode":
-                    continue  # `push_forward` says what is wrong
+                    continue  # `push_forward` raises an error that says what is wrong
                 raise BilevelError(
                     f"Forward cannot differentiate {name} twice, as it has to. torch says: {str(error).rstrip('.')}. "
                     "Use Reverse(), which differentiates it once."
@@ -65,7 +64,6 @@ class Forward(Method):
                     "not say so, such as a custom autograd.Function with once_differentiable. Use Reverse(), which "
                     "differentiates it once."
                 )
-        process.findings["transposed"] = True
 
     def __call__(self, process: Process) -> Hypergradient:
         bound, variables = process.bound, process.variables

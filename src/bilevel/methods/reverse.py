@@ -1,61 +1,72 @@
-"""Reverse mode from stored iterates: the paper's Algorithm 1 for any dynamics."""
+"""Reverse mode from kept iterates: the paper's Algorithm 1 for any dynamics."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
-from bilevel.errors import BilevelError
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.compiled import run_blocks, sweep_blocks
-from bilevel.methods.process import Process, State, accumulate, start_vjp, steps_vjp
-from bilevel.methods.purity import refuse_impure
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Gradients, Process, State, accumulate, start_vjp, steps_vjp
+from bilevel.engine.purity import refuse_impure
+from bilevel.engine.recorded import allocated
+from bilevel.engine.replay import Plan, Sizes, amount, as_bytes, backwards, runs
+from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.methods.compiled_blocks import compile_blocks
 
-# Steps are recorded together as long as their graphs stay below this: calling autograd costs more than a tiny step,
-# and what is recorded at once as it is run for the first time need not be run again.
+# Steps are recorded together while their graphs take less than this. For small steps this is faster: it calls autograd
+# less often, and the last group is recorded in its first run, so it is not run again.
 GROUP_BYTES = 64 * 1024**2
-# What the nodes of a recorded step take besides the tensors they keep.
+# The bytes of the graph nodes of a recorded step, without the tensors that they keep.
 NODE_BYTES = 16 * 1024
+# A plan that runs every step more often than this on average is reported.
+MANY_RUNS = 20
 
 
 @dataclass(frozen=True)
 class Reverse(Method):
     """α_T = ∇_w E, then for t = T…1: p ← p + α_t ∂Φ_t/∂λ, α_{t−1} = α_t ∂Φ_t/∂w (Algorithm 1).
 
-    The forward pass keeps iterates only; steps are replayed when their turn comes, so memory does not grow with T times
-    the activations of a step. One step's graph exists at a time, or a group of small ones that fit into 64 MB together
-    and then share one stored iterate; the last group is recorded as it is run. `stats.peak_memory` is what that comes
-    to, in bytes of tensors; the nodes of a graph add about 16 kB a step, and a process may grow by twice as much.
+    The forward run keeps iterates only. The backward pass replays the steps, so memory does not grow with T times the
+    activations of a step. It holds the graph of one step at a time, or of a group of small steps that together take up
+    to 64 MB and share one kept iterate. The last group is recorded in its first run. `stats.peak_memory` is the sum in
+    bytes of tensors; the nodes of a graph add about 16 kB a step, and the memory of the process may grow by twice as
+    much.
 
     Args:
         checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
-            keeps the T/m iterates between: 2 √(T |w| |graph|) bytes, which is the least that can be had with two runs
-            of a step, against T |graph| of `Unrolled`. A number k keeps k iterates and recomputes the others a
-            segment at a time, with a third run of a step: k + T/k iterates and a group's graph.
-        compiled: compile blocks of this many steps with `torch.compile` and keep the iterates at their borders. The
-            first call takes up to a minute, later ones a fraction of the eager time; worth it for long runs of small
-            steps. 25 is a good number. Numbers that the inner objective and the dynamics read in closures, globals and
-            attributes may change, which compiles anew; a change of what is in a dict, a list or an object within an
-            object is not noticed. Random numbers are refused.
-        group_bytes: record steps together where their graph stays below this; below 64 MB thrift is not worth its
-            time. 0 replays every step by itself; "sqrt" is then k = √T: the least memory, and a third run.
+            keeps the T/m iterates between them: 2 √(T |w| |graph|) bytes, the minimum for two runs of every step.
+            `Unrolled` takes T |graph| bytes. A number k keeps k iterates and recomputes the others segment by segment,
+            with a third run of every step: k + T/k iterates and the graph of a group.
+        group_bytes: record steps together while their graph takes less than this. Below 64 MB, saving memory costs more
+            time than it is worth. 0 replays every step by itself; "sqrt" is then k = √T, with the least memory and a
+            third run of every step.
+        memory: how much the memory of the process may grow, in bytes or as "2GB". All iterates are kept if they fit;
+            else more steps are recorded together, in groups; else iterates are computed again by binomial
+            checkpointing, which needs about log₂ T of them. `stats.plan` says what was chosen and how much memory it is
+            predicted to take, `stats.steps` how many steps were run. The workspace of a step is measured once per
+            problem. The comparison of derivatives with differences, at the first call, is not included: it takes about
+            30 numbers per weight, and `Problem(check_derivatives=False)` leaves it out.
     """
 
     checkpoints: int | str | None = None
-    compiled: int | None = None
     group_bytes: int = GROUP_BYTES
+    memory: int | str | None = None
 
     def check(self, process: Process) -> None:
-        if self.compiled is not None and (self.compiled < 1 or self.checkpoints is not None):
-            raise BilevelError(
-                f"{self} is not possible: pass compiled ≥ 1, and no checkpoints with it (a compiled block keeps one "
-                "iterate anyway)."
-            )
+        if self.memory is not None:
+            as_bytes(self.memory)
+            if self.checkpoints is not None:
+                raise BilevelError(
+                    f"Reverse(checkpoints={self.checkpoints!r}, memory={self.memory!r}) asks for two plans. Pass one."
+                )
         if self.checkpoints in (None, "sqrt") or (isinstance(self.checkpoints, int) and self.checkpoints >= 1):
             return
         raise BilevelError(
@@ -63,65 +74,96 @@ class Reverse(Method):
         )
 
     def __call__(self, process: Process) -> Hypergradient:
-        if self.compiled is not None and process.steps >= self.compiled:
-            return self._in_blocks(process, self.compiled)
-        with torch.no_grad():
-            checkpoints = [process.bound.start()]
-            groups, segments = self._plan(process, checkpoints[0])
-            for segment in segments[:-1]:
-                checkpoints.append(advance(process, checkpoints[-1], groups[segment[0] : segment[-1] + 1]))
-
-        sweep: Sweep | None = None
-        memory = 0
-        for segment in reversed(segments):
-            starts = [checkpoints.pop()]
-            with torch.no_grad():
-                for index in segment[:-1]:
-                    starts.append(advance(process, starts[-1], groups[index : index + 1]))
-            kept = trees.nbytes(checkpoints) + trees.nbytes(starts)
-            memory = max(memory, kept + group_bytes(process, groups, starts[0]))
-            for index in reversed(segment):
-                if sweep is None:
-                    sweep = Sweep(process, starts.pop(), groups[index])
-                else:
-                    sweep.through(starts.pop(), groups[index])
-        if sweep is None:
-            sweep = Sweep(process, checkpoints.pop())
-        sweep.through_start()
-        # The last group of every segment is only ever run recorded.
-        run_twice = sum(len(groups[i]) for segment in segments for i in segment[:-1])
-        first_pass = sum(len(groups[i]) for segment in segments[:-1] for i in segment)
-        return self._finish(process, sweep, first_pass + run_twice, memory)
-
-    def _plan(self, process: Process, start: State) -> tuple[list[range], list[range]]:
-        """The steps that are recorded together, and which of these groups lie between two checkpoints."""
-        size = group_size(process, self.group_bytes, start)
-        balanced = self.checkpoints == "sqrt" and self.group_bytes > 0
-        if balanced:
-            # Where the T/m iterates and the m recorded steps weigh the same, their sum is smallest.
-            recorded = NODE_BYTES + process.recorded_bytes(start)
-            size = max(size, round(math.sqrt(process.steps * trees.nbytes(start) / recorded)))
-        groups = split_from_the_end(process.times, size)
-        # Where every group begins at a checkpoint nothing is run a third time.
-        length = 1 if balanced else _groups_between_checkpoints(self.checkpoints, process.steps, groups)
-        return groups, split_from_the_end(range(len(groups)), length)
-
-    def _in_blocks(self, process: Process, length: int) -> Hypergradient:
-        # What does not fill a block is run eagerly at the beginning.
-        head, rest = process.times[: process.steps % length], process.times[process.steps % length :]
         with torch.no_grad():
             start = process.bound.start()
-            borders = run_blocks(process, length, advance(process, start, [head]), rest)
-        memory = trees.nbytes([start, borders])
-        sweep = Sweep(process, borders[-1])
-        sweep_blocks(sweep, length, borders, rest)
-        if head:
-            sweep.through(start, head)
-        sweep.through_start()
-        return self._finish(process, sweep, process.steps, memory)
+        group, kept, plan = self._plan(process, start)
+        groups = split_from_the_end(process.times, group)
+        steps = memory = 0
 
-    def _finish(self, process: Process, sweep: Sweep, steps: int, memory: int) -> Hypergradient:
-        costs: dict[str, Any] = {"steps": steps, "replayed": process.steps, "peak_memory": memory}
+        @torch.no_grad()
+        def run(state: State, first: int, last: int) -> State:
+            nonlocal steps
+            steps += sum(map(len, groups[first:last]))
+            return advance(process, state, groups[first:last])
+
+        sweep: Sweep | None = None
+        for index, state, held in backwards(len(groups), kept or len(groups), start, run):
+            memory = max(memory, held * trees.nbytes(start) + group_bytes(process, groups, start))
+            if sweep is None:
+                sweep = Sweep(process, state, groups[index])
+            else:
+                sweep.through(state, groups[index])
+        if sweep is None:
+            sweep = Sweep(process, start)
+        sweep.through_start()
+        return self._finish(process, sweep, steps, memory, plan)
+
+    def _plan(self, process: Process, start: State) -> tuple[int, int | None, Plan | None]:
+        """How many steps are recorded together, how many iterates are kept (None: all), and the plan of `memory`."""
+        size, recorded = group_size(process, self.group_bytes, start), NODE_BYTES + process.recorded_bytes(start)
+        if self.memory is not None and process.steps:
+            sizes = self.sizes(process)
+            plan = sizes.plan(as_bytes(self.memory), size)
+            if plan.steps > MANY_RUNS * process.steps:
+                warnings.warn(
+                    f"Reverse(memory={self.memory!r}) runs {plan.steps:,} steps for T = {process.steps:,}. With "
+                    f"{amount(sizes.memory(1, sizes.logarithm))} it would run "
+                    f"{runs(process.steps, sizes.logarithm):,}.",
+                    BilevelWarning,
+                    stacklevel=3,
+                )
+            return plan.group, plan.kept, plan
+        if self.checkpoints == "sqrt" and self.group_bytes > 0:
+            # The memory of T/m iterates and m recorded steps is smallest where the two are equal.
+            return max(size, round(math.sqrt(process.steps * trees.nbytes(start) / recorded))), None, None
+        if self.checkpoints is None or not process.steps:
+            return size, None, None
+        # k iterates and one segment between two of them.
+        groups = math.ceil(process.steps / size)
+        count = min(math.isqrt(process.steps) if self.checkpoints == "sqrt" else int(self.checkpoints), groups)
+        return size, count - 1 + math.ceil(groups / count), None
+
+    def prepare(self, process: Process) -> tuple[int, int] | None:
+        return _measure(process) if self.memory is not None and process.steps else None
+
+    def sizes(self, process: Process) -> Sizes:
+        """What `memory` is divided among."""
+        state, workspace = process.findings.of_method or _measure(process)
+        recorded = NODE_BYTES + process.findings.graph_bytes + state
+        return Sizes(process.steps, state, recorded, workspace + state + trees.nbytes(process.variables))
+
+    def compile(self, process: Process, block: int) -> Callable[[Process], Hypergradient]:
+        if self.checkpoints is not None or self.memory is not None:
+            raise BilevelError(
+                f"{self} cannot be compiled: compiled blocks keep one iterate each. Pass Reverse() without checkpoints "
+                "and memory."
+            )
+        if not process.steps:
+            return self
+        length = min(block, process.steps)
+        blocks = compile_blocks(process, length)
+
+        def run(process: Process) -> Hypergradient:
+            # The first steps, which do not fill a block, run eagerly.
+            head, rest = process.times[: process.steps % length], process.times[process.steps % length :]
+            with torch.no_grad():
+                start = process.bound.start()
+                borders = blocks.run(process, advance(process, start, [head]), rest)
+            memory = trees.nbytes([start, borders])
+            sweep = Sweep(process, borders.pop())
+            for i in reversed(range(0, len(rest), length)):
+                sweep.add(*blocks.pull_back(process, borders.pop(), rest[i : i + length], sweep.alpha))
+            if head:
+                sweep.through(start, head)
+            sweep.through_start()
+            return self._finish(process, sweep, process.steps, memory)
+
+        return run
+
+    def _finish(
+        self, process: Process, sweep: Sweep, steps: int, memory: int, plan: Plan | None = None
+    ) -> Hypergradient:
+        costs: dict[str, Any] = {"steps": steps, "replayed": process.steps, "peak_memory": memory, "plan": plan}
         return self.result(process, sweep.value, sweep.last, sweep.gradients, **costs)
 
     @classmethod
@@ -133,32 +175,37 @@ class Reverse(Method):
             cls(checkpoints="sqrt", group_bytes=0),
             cls(checkpoints="sqrt", group_bytes=1),
             cls(checkpoints=2, group_bytes=60_000),
+            cls(memory="1GB"),
+            cls(memory=130_000, group_bytes=0),
         ]
 
 
 class Sweep:
     """The backward half of Algorithm 1: α and p, carried from w_T towards w_0.
 
-    It begins with the last steps, `times`, which are recorded from the state before them as they are run for the first
-    time.
+    It begins with the last steps, `times`, which are recorded in their first run.
     """
 
     def __init__(self, process: Process, state: State, times: range = range(0)) -> None:
         self.process = process
         self.value, self.alpha, self.gradients, self.last = process.outer_gradients(state, times)
-        # The state that the next replay must arrive at; one comparison is enough to notice an impure step.
+        # The state that the next replay must reproduce. One comparison is enough to find an impure step.
         self._arrival: State | None = state if times else None
 
     def through(self, state: State, times: range) -> None:
         """Back through the steps `times`, replayed from the state before them."""
-        self.alpha, parts, replayed = steps_vjp(self.process.bound, state, times, self.alpha, self.process.variables)
-        self.gradients = [accumulate(total, part) for total, part in zip(self.gradients, parts, strict=True)]
+        alpha, parts, replayed = steps_vjp(self.process.bound, state, times, self.alpha, self.process.variables)
+        self.add(alpha, parts)
         if self._arrival is not None:
             refuse_impure(self._arrival, replayed, f"Step {times[-1]} gave another result")
             self._arrival = None
 
     def through_start(self) -> None:
-        parts = start_vjp(self.process.bound, self.alpha, self.process.variables)
+        self.add(self.alpha, start_vjp(self.process.bound, self.alpha, self.process.variables))
+
+    def add(self, alpha: list[Tensor | None], parts: Gradients) -> None:
+        """Store the adjoint before some steps, and add their contribution to the gradient."""
+        self.alpha = alpha
         self.gradients = [accumulate(total, part) for total, part in zip(self.gradients, parts, strict=True)]
 
 
@@ -170,13 +217,25 @@ def advance(process: Process, state: State, groups: list[range]) -> State:
     return state
 
 
+def _measure(process: Process) -> tuple[int, int]:
+    """The bytes of a state, and those that are allocated at most while a step is recorded and differentiated."""
+    bound, first = process.bound, process.times[:1]
+    with torch.no_grad():
+        state = bound.start()
+        # Some dynamics make their auxiliary variables in the first step.
+        after = bound.step(state, first[0])
+    alpha = [torch.ones_like(x) if trees.is_variable(x) else None for x in trees.leaves(after)]
+    workspace = allocated(lambda: steps_vjp(bound, state, first, alpha, process.variables))
+    return trees.nbytes(after), NODE_BYTES + workspace
+
+
 def group_size(process: Process, group_bytes: int, state: State) -> int:
     """How many steps are recorded at a time."""
     return max(1, group_bytes // (NODE_BYTES + process.recorded_bytes(state)))
 
 
 def group_bytes(process: Process, groups: list[range], state: State) -> int:
-    """The recorded graph of a group, beyond the one step that every method records."""
+    """The bytes of the graph of a group, without the one step that every method records."""
     return max((len(group) - 1 for group in groups), default=0) * process.recorded_bytes(state)
 
 
@@ -188,10 +247,3 @@ def split_from_the_end(items: range, size: int) -> list[range]:
     """
     short = len(items) % size
     return ([items[:short]] if short else []) + [items[i : i + size] for i in range(short, len(items), size)]
-
-
-def _groups_between_checkpoints(checkpoints: int | str | None, steps: int, groups: list[range]) -> int:
-    if checkpoints is None or not groups:
-        return max(len(groups), 1)
-    count = math.isqrt(steps) if checkpoints == "sqrt" else int(checkpoints)
-    return math.ceil(len(groups) / max(1, min(count, len(groups))))

@@ -13,9 +13,9 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.dynamics.base import largest, per_leaf
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Bound, Process, State
 from bilevel.errors import BilevelError, DivergenceError
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Bound, Process, State
 from bilevel.methods.reverse import Sweep
 from bilevel.trees import Tree
 
@@ -27,15 +27,15 @@ LIMIT = 2**61
 class Reversible(Method):
     """Reverse mode that stores no iterates: momentum dynamics in exact arithmetic, run backwards step by step.
 
-    w and v are integers, so a step can be undone exactly, and only what a momentum below 1 erases is kept.
-    Undoing w ← w + v is a subtraction; undoing v ← γv needs the digits that the multiplication pushed out, log₂(1/γ)
-    bits per weight (0.15 for γ = 0.9). They are collected in an integer per weight.
+    w and v are integers, so a step can be undone exactly if the digits that a momentum below 1 erases are kept.
+    Undoing w ← w + v is a subtraction. Undoing v ← γv needs the digits that the multiplication dropped, log₂(1/γ)
+    bits per weight and step (0.15 for γ = 0.9). They are collected in an integer per weight.
 
-    The numbers are those of float64 dynamics up to 2^−`bits` of their size; it is for long runs of heavy ball where
-    even √T iterates do not fit.
+    The numbers are those of float64 dynamics up to 2^−`bits` of their size. The method is for long runs of heavy ball
+    for which even √T iterates do not fit into memory.
 
     Args:
-        bits: of precision below the size of the first iterate or step, whichever is larger; 62 − bits are left for
+        bits: the precision, relative to the first iterate or the first step, whichever is larger. 62 − bits remain for
             growth.
     """
 
@@ -76,7 +76,7 @@ class ExactMomentum:
         points, self.spec = trees.flatten(w)
         self.dtypes = [point.dtype for point in points]
         pushes = self._pushes(w, first)
-        # The first step says how large the numbers will be where the start is zero.
+        # If the start is zero, the size of the first step sets the scale.
         size = max(1e-300, *map(_largest, points), *(10 * _largest(push) for push in pushes))
         self.unit = 2.0 ** (math.ceil(math.log2(size)) - bits) if math.isfinite(size) else 1.0
         self.w = [self._integers(point, first) for point in points]
@@ -106,7 +106,7 @@ class ExactMomentum:
         return self.spec.unflatten(self._floats(self.w)), self.spec.unflatten(self._floats(self.v))
 
     def _pushes(self, w: Tree, t: int) -> list[Tensor]:
-        """lr·∇L(w); the same for the same w, whichever way the run goes."""
+        """lr·∇L(w), with the same bits in the forward and the backward run."""
         lr, _ = self.bound.dynamics.heavy_ball_form(t) or (0.0, 0.0)
         grads = trees.leaves(gradient(self.bound.loss(t), w))
         return [rate * g.double() for rate, g in zip(per_leaf(lr, w), grads, strict=True)]
@@ -119,7 +119,7 @@ class ExactMomentum:
         for i, erased in enumerate(self.erased):
             self.v[i] = momentum.stretch(erased.multiply(self.v[i], momentum, t)) - push[i]
             self.w[i] = self.w[i] + self.v[i]
-            # Half of what an int64 holds: the next sum cannot wrap around before it is looked at.
+            # Half of the range of int64, so that the next sum cannot overflow before it is checked.
             if max(_largest(self.w[i]), _largest(self.v[i])) >= LIMIT:
                 self._raise_divergence(t)
 
@@ -181,7 +181,7 @@ class Ratio:
         x = y
         for _ in range(16):
             x = y - self._remainder(x)
-        # Rounding may leave the iteration one off; strict monotonicity makes the right neighbour unique.
+        # Rounding may leave an error of one. The function is strictly increasing, so the right neighbour is unique.
         for candidate in (x - 1, x + 1):
             x = torch.where(self.stretch(x) == y, x, candidate)
         return x
@@ -189,7 +189,7 @@ class Ratio:
 
 @dataclass
 class ErasedDigits:
-    """The digits that multiplying by n/d pushes out of an integer, kept in a second integer that never overflows."""
+    """The digits that multiplying an integer by n/d drops, kept in a second integer that never overflows."""
 
     digits: Tensor
     full: list[Tensor] = field(default_factory=list)
@@ -209,7 +209,7 @@ class ErasedDigits:
         return v
 
     def divide(self, v: Tensor, ratio: Ratio, t: int) -> Tensor:
-        """Exactly what `multiply` was given at step t."""
+        """The inverse of `multiply`: exactly its argument at step t."""
         self.digits = self.digits * ratio.n + v.remainder(ratio.n)
         v = v.div(ratio.n, rounding_mode="floor") * ratio.d + self.digits.remainder(ratio.d)
         self.digits = self.digits.div(ratio.d, rounding_mode="floor")

@@ -9,9 +9,9 @@ import torch
 from typing_extensions import Self
 
 from bilevel import trees
+from bilevel.engine.method import EVERYTHING, Hypergradient, Method, Part
+from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.base import EVERYTHING, Hypergradient, Method, Part
-from bilevel.methods.process import Process
 from bilevel.methods.reverse import GROUP_BYTES, Sweep, advance, group_bytes, group_size, split_from_the_end
 
 
@@ -31,6 +31,13 @@ class Truncated(Method):
         if not isinstance(self.k, int) or self.k < 1:
             raise BilevelError(
                 f"Truncated(k={self.k!r}) looks back over no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics."
+            )
+        dynamics = process.bound.dynamics
+        if dynamics.stops and self.k < process.steps:
+            raise BilevelError(
+                f"Truncated(k={self.k}) differentiates the last k of {process.steps} steps, but {dynamics} may stop "
+                "before them, and their derivative would be that of w standing still. Use Reverse(), which "
+                "differentiates all steps, or Implicit()."
             )
 
     def sees(self, process: Process) -> frozenset[Part]:

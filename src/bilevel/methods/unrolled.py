@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.methods.base import Hypergradient, Method
-from bilevel.methods.process import Process, State
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Process, State
 
 
 @dataclass(frozen=True)
 class Unrolled(Method):
     """Record all T steps in one autograd graph, then differentiate it.
 
-    The fastest way where the graph fits: memory grows with T times the activations of a step. `Reverse` computes the
-    same number from the iterates alone.
+    It is the fastest method if the graph fits into memory, which grows with T times the activations of a step.
+    `Reverse` computes the same numbers from the iterates alone.
     """
 
     def __call__(self, process: Process) -> Hypergradient:
@@ -31,9 +31,15 @@ class Unrolled(Method):
 
 def record(process: Process) -> tuple[Tensor, State]:
     """f_T and the last state, with all T steps in one graph."""
-    bound = process.bound
+    state = record_state(process)
     with torch.enable_grad():
-        state = bound.start()
+        return process.bound.outer(state), state
+
+
+def record_state(process: Process) -> State:
+    """The last state, with all T steps in one graph."""
+    with torch.enable_grad():
+        state = process.bound.start()
         for t in process.times:
-            state = bound.step(state, t)
-        return bound.outer(state), state
+            state = process.bound.step(state, t)
+    return state

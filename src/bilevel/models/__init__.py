@@ -1,7 +1,7 @@
 """Representations h_λ and linear heads: one file per network, found by walking this folder.
 
-A file is a network when it has a function `build(channels)` that returns an `nn.Module` from images N×C×H×W to features
-N×F. Its name on the command line is the file's.
+A file is a network if it has a function `build(channels)` that returns an `nn.Module` from images N×C×H×W to features
+N×F. The name of the network is that of the file.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def find() -> list[str]:
     ['c4l', 'c4l-64', 'omniglot-net', 'rn']
     """
     found = (importlib.import_module(name) for name in discovery.modules(sys.modules[__name__]))
-    return [_public(module.__name__) for module in found if hasattr(module, "build")]
+    networks = (module.__name__.rpartition(".")[2] for module in found if hasattr(module, "build"))
+    return [name.replace("_", "-") for name in networks]
 
 
 def build(name: str, channels: int, seed: int = 0, last_relu: bool = True) -> nn.Module:
-    """The network of that name for images with so many channels, its weights drawn with the seed.
+    """The network of that name for images with `channels` channels. The weights are drawn with the seed.
 
-    Without `last_relu`, features can be negative, which suits classifiers by angle.
+    Without `last_relu`, features can be negative, which suits cosine classifiers.
 
     >>> sum(p.numel() for p in build("omniglot-net", channels=1).parameters())
     111424
@@ -52,7 +53,3 @@ def _without_last_relu(network: nn.Module) -> nn.Module:
         parent, _, layer = names[-1].rpartition(".")
         setattr(network.get_submodule(parent), layer, nn.Identity())
     return network
-
-
-def _public(name: str) -> str:
-    return name.rsplit(".", 1)[1].replace("_", "-")

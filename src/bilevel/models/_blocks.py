@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bilevel.models import _pooled, _strided
 from bilevel.models._folded import folded, folds
 from bilevel.models._sets import Sets
-from bilevel.models.batch_norm import BatchNorm
+from bilevel.models.batch_norm import BatchNorm, has_hooks
 
 # Layers that treat every image by itself; batch norm does so set by set.
 PER_IMAGE = (
@@ -18,14 +18,15 @@ PER_IMAGE = (
     *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Dropout, nn.Dropout2d),
 )
 
-# Answers of `per_image`, which is asked for every episode.
+# A cache of `per_image`, which is called for every episode.
 _KNOWN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
-class Blocks(nn.Sequential):
-    """A sequence that takes shortcuts where its batch norms know their sets (`batch_norm.using` with sizes).
+class FusedSequential(nn.Sequential):
+    """An `nn.Sequential` that computes a convolution, its batch norm and its ReLU together where that is faster.
 
-    The values are those of `nn.Sequential` up to rounding. Layers keep their names.
+    It does so where the batch norms know their sets (`batch_norm.using` with sizes). The values are those of
+    `nn.Sequential` up to rounding. Layers keep their names.
     """
 
     per_image = True
@@ -38,12 +39,12 @@ class Blocks(nn.Sequential):
         return x
 
 
-def blocks(sequence: nn.Sequential) -> nn.Sequential:
-    """The sequence as `Blocks`, unless somebody listens to what passes between its layers."""
-    if type(sequence) is not nn.Sequential or any(map(_has_hooks, (sequence, *sequence))):
+def fused(sequence: nn.Sequential) -> nn.Sequential:
+    """The sequence as a `FusedSequential`, unless it is a subclass or has hooks between its layers."""
+    if type(sequence) is not nn.Sequential or any(map(has_hooks, (sequence, *sequence))):
         return sequence
-    ours = Blocks()
-    for name, layer in sequence._modules.items():  # named_children() has a layer that is used twice once
+    ours = FusedSequential()
+    for name, layer in sequence._modules.items():  # named_children() lists a layer that is used twice only once
         ours.add_module(name, layer)
     return ours.train(sequence.training)
 
@@ -56,30 +57,22 @@ def per_image(module: nn.Module) -> bool:
     return _KNOWN[module]
 
 
-def _has_hooks(layer: nn.Module) -> bool:
-    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
-
-
 def _next(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, int]:
-    """The result of the first layer, or of the first few, and how many they are."""
-    first, second = [*layers[:2], None][:2]
-    if isinstance(first, BatchNorm) and first.sizes is not None and type(second) is nn.ReLU:
-        return first.normalised(x, rectify=True), 2
+    """The result of the first layer, or of the first few together, and how many layers that was."""
     if _pooled.applies(layers, x):
         return _pooled.pooled(x, layers), 4
     stack = _stack(layers, x)
     if stack:
         return _through(stack, x), 3 * len(stack)
-    assert first is not None
-    return first(x), 1
+    return layers[0](x), 1
 
 
-Layer = tuple[nn.Conv2d, BatchNorm]
+NormedConvolution = tuple[nn.Conv2d, BatchNorm]
 
 
-def _stack(layers: Sequence[nn.Module], x: Tensor) -> list[Layer]:
-    """The layers convolution, batch norm, ReLU at the beginning that are computed together."""
-    found: list[Layer] = []
+def _stack(layers: Sequence[nn.Module], x: Tensor) -> list[NormedConvolution]:
+    """The leading triples of convolution, batch norm and ReLU that are computed together."""
+    found: list[NormedConvolution] = []
     for conv, norm, relu in zip(layers[::3], layers[1::3], layers[2::3], strict=False):
         if not (isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm) and type(relu) is nn.ReLU):
             break
@@ -89,7 +82,7 @@ def _stack(layers: Sequence[nn.Module], x: Tensor) -> list[Layer]:
     return found
 
 
-def _through(stack: list[Layer], x: Tensor) -> Tensor:
+def _through(stack: list[NormedConvolution], x: Tensor) -> Tensor:
     first, norm = stack[0]
     assert norm.sizes is not None
     sets = Sets(tuple(norm.sizes))

@@ -1,4 +1,4 @@
-"""The first layer, convolution, batch norm and ReLU of the pictures themselves, as a single convolution."""
+"""The first layer of a network, convolution, batch norm and ReLU, as a single convolution."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain, suits
+from bilevel.models._layers import Gradients, aten, is_plain, suits, with_graph
 from bilevel.models._sets import Sets
 from bilevel.models._strided import ranks
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
 
 def folds(layer: nn.Conv2d, x: Tensor) -> bool:
-    """Whether a convolution is of images whose patches take less memory than its result by far."""
+    """Whether the patches of the images take far less memory than the result of the convolution."""
     return (
         is_plain(layer)
         and 4 * layer.in_channels * prod(layer.kernel_size) <= layer.out_channels
@@ -30,9 +29,9 @@ def folds(layer: nn.Conv2d, x: Tensor) -> bool:
 def folded(x: Tensor, layer: nn.Conv2d, norm: BatchNorm, sets: Sets, next_stride: int = 1) -> Tensor:
     """ReLU(batch norm(convolution(x))), as rows that are sorted for a layer with the next stride.
 
-    A convolution is linear in the patches of its input, so the statistics that batch norm needs follow from theirs:
-    the result of a filter w has variance wᵀCw where C is the covariance of the patches, a 9 × 9 matrix for 3 × 3
-    filters of grey images. Batch norm then only rescales w, and no pass over the large result is spent on it.
+    A convolution is linear in the patches of its input, so the statistics for batch norm follow from those of the
+    patches: the result of a filter w has variance wᵀCw where C is the covariance of the patches, a 9 × 9 matrix for
+    3 × 3 filters of grey images. Batch norm then only rescales w, and needs no pass over the large result.
     """
     columns = [patches(part, layer, next_stride) for part in torch.split(x, list(sets.sizes))]
     refuse_single_values(min(part[0].numel() for part in columns))
@@ -53,7 +52,7 @@ def folded(x: Tensor, layer: nn.Conv2d, norm: BatchNorm, sets: Sets, next_stride
 
 
 def patches(x: Tensor, layer: nn.Conv2d, next_stride: int = 1) -> Tensor:
-    """What every filter of a convolution sees, with a 1 at the end: (number in the patch, row, image, column)."""
+    """The patches of a convolution, with a constant 1 at the end: (number in the patch, row, image, column)."""
     x = F.pad(x, [int(n) for n in layer.padding[::-1] for _ in range(2)]).permute(1, 2, 0, 3)
     (high, wide), (down, right) = layer.kernel_size, layer.stride
     seen = x.unfold(1, high, down).unfold(3, wide, right).permute(0, 4, 5, 1, 2, 3)
@@ -98,10 +97,10 @@ class _RectifiedProducts(torch.autograd.Function):
 
 
 def _by_row(columns: Tensor) -> Tensor:
-    """Patches as one matrix for every row of the result: row × number in the patch × (image, column)."""
+    """Patches as one matrix per row of the result: row × number in the patch × (image, column)."""
     return columns.flatten(2).transpose(0, 1)
 
 
 def _parts(y: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
-    """Where every set lies in the result: row × (image, column) × output."""
+    """The part of every set in the result: row × (image, column) × output."""
     return [part.flatten(1, 2) for part in torch.split(y, [part.shape[2] for part in columns], 1)]

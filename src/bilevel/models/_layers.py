@@ -1,9 +1,14 @@
-"""What the networks of the paper share."""
+"""Functions that are shared by the networks, and by the layers that are written as autograd functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor | None, ...]
 
 
 def convolution(inputs: int, outputs: int, size: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
@@ -16,7 +21,7 @@ def convolution(inputs: int, outputs: int, size: int, *, stride: int = 1, bias: 
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
-    """Whether a convolution is nothing but one: no bias, groups or dilation, zeros around the image, not a subclass."""
+    """Whether a convolution is a plain one: no bias, groups or dilation, zero padding, not a subclass."""
     return (
         type(layer) is nn.Conv2d
         and layer.bias is None
@@ -28,5 +33,12 @@ def is_plain(layer: nn.Conv2d) -> bool:
 
 
 def suits(x: Tensor) -> bool:
-    """Whether layers are worth computing in a way of our own: graphics cards and half precision have theirs."""
+    """Whether the fast layers are used: on a CPU, in single or double precision."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+
+def with_graph(plain: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> Gradients:
+    """The gradient of `plain`, a layer in torch's operations, as a differentiable function of the inputs and of g."""
+    wanted = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    return tuple(next(found) if x.requires_grad else None for x in inputs)

@@ -1,8 +1,8 @@
-"""Layers convolution, batch norm, ReLU, max-pooling that pool before they normalise; the ReLU may be left out.
+"""Convolution, batch norm, ReLU and max-pooling, computed by pooling before normalising; the ReLU may be left out.
 
-Batch norm with a positive scale and ReLU are increasing, so the largest of a window is the same before and after them:
-only what is left of the pooling is normalised. The statistics are those of the whole result of the convolution.
-It is made and looked through a few images at a time, as many as stay in the processor's cache.
+Batch norm with a positive scale and ReLU are increasing, so the maximum of a window is at the same place before and
+after them, and only the maxima are normalised. The statistics are those of the whole result of the convolution, which
+is computed a few images at a time, as many as fit into the processor's cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain, suits
+from bilevel.models._layers import Gradients, aten, is_plain, suits, with_graph
 from bilevel.models._sets import Sets
 from bilevel.models._strided import outputs_of
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
-# The result of a convolution that is in the making at a time.
+# Bytes of the convolution's result that are computed at a time.
 TILE_BYTES = 4 * 1024**2
 
 
 def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
-    """Whether layers begin with four that are computed here."""
+    """Whether the first four layers are such layers."""
     if len(layers) < 4 or not suits(x):
         return False
     conv, norm, relu, pool = layers[:4]
@@ -45,7 +44,7 @@ def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
 
 
 def pooled(x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
-    """max-pool(ReLU(batch norm(convolution(x)))), without the ReLU where `nn.Identity` stands in its place."""
+    """max-pool(ReLU(batch norm(convolution(x)))), without the ReLU if `nn.Identity` stands in its place."""
     conv, norm, relu, pool = layers[:4]
     assert isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm) and isinstance(pool, nn.MaxPool2d)
     sets = Sets(tuple(norm.sizes or ()))
@@ -78,7 +77,7 @@ class _Pooled(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 raw.append(result)
                 places.append(indices)
-        means, variances = _combined(moments, [k for k, _ in tiles], len(sets.sizes))
+        means, variances = _combined(moments, tiles)
         centred = torch.cat([x.sub_(means[k][:, None, None]) for (k, _), x in zip(tiles, largest, strict=True)])
         y = _affine(centred, scale * torch.rsqrt(variances + eps), shift, sets)
         if rectify:
@@ -108,7 +107,8 @@ class _Pooled(torch.autograd.Function):
         inverse = torch.rsqrt(variances + eps)
         factors = scale * inverse
         delta = aten.threshold_backward(g, _affine(centred, factors, shift, sets), 0) if rectify else g
-        # Sums over all values are sums over the largest: the others have no part in the loss but through statistics.
+        # Only the maxima enter the loss directly, so sums over all values reduce to sums over the maxima. The other
+        # values enter through the statistics.
         sums, along = (sets.sums(x.permute(0, 2, 3, 1).flatten(1, 2)[None]) for x in (delta, delta * centred))
         delta = delta.permute(0, 2, 3, 1)
         counts = means.new_tensor(sets.sizes)[:, None] * raw[0][0, 0].numel()
@@ -132,7 +132,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def _tiles(sets: Sets, most: int) -> Iterator[tuple[int, slice]]:
-    """Every set in parts of at most so many images.
+    """Every set in parts of at most `most` images.
 
     >>> list(_tiles(Sets((1, 3)), most=2))
     [(0, slice(0, 1, None)), (1, slice(1, 3, None)), (1, slice(3, 4, None))]
@@ -150,25 +150,25 @@ def _affine(centred: Tensor, factors: Tensor, shift: Tensor, sets: Sets) -> Tens
     return y
 
 
-def _moments(result: Tensor) -> tuple[int, Tensor, Tensor]:
-    """The number of values of every channel, their mean and the sum of squares around it."""
+def _moments(result: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of every channel, and the mean square around it."""
     values = result.permute(0, 2, 3, 1).flatten(0, 2)
     mean = values.mean(0)
     centred = values - mean
-    return len(values), mean, centred.mul_(centred).sum(0)
+    return mean, centred.mul_(centred).mean(0)
 
 
-def _combined(moments: list[tuple[int, Tensor, Tensor]], members: list[int], sets: int) -> tuple[Tensor, Tensor]:
-    """Means and variances of every set from the moments of its parts."""
-    means, variances = [], []
-    for k in range(sets):
-        parts = [moment for moment, member in zip(moments, members, strict=True) if member == k]
-        counts = torch.tensor([count for count, _, _ in parts]).to(parts[0][1])[:, None]
-        centres = torch.stack([mean for _, mean, _ in parts])
-        means.append((counts * centres).sum(0) / counts.sum())
-        around = counts * (centres - means[-1]).square() + torch.stack([squares for _, _, squares in parts])
-        variances.append(around.sum(0) / counts.sum())
-    return torch.stack(means), torch.stack(variances)
+def _combined(moments: list[tuple[Tensor, Tensor]], tiles: list[tuple[int, slice]]) -> tuple[Tensor, Tensor]:
+    """Means and variances of every set from the moments of its tiles."""
+    tile_means, tile_variances = (torch.stack(part) for part in zip(*moments, strict=True))
+    shares = tile_means.new_zeros((tiles[-1][0] + 1, len(tiles)))
+    for column, (k, tile) in enumerate(tiles):
+        shares[k, column] = tile.stop - tile.start
+    shares /= shares.sum(1, keepdim=True)
+    means = shares @ tile_means
+    # The variance of a set is the mean variance of its tiles plus the variance of their means.
+    around = (tile_means - means[:, None]).square() + tile_variances
+    return means, (shares[:, :, None] * around).sum(1)
 
 
 def _pair(value: int | tuple[int, ...]) -> list[int]:

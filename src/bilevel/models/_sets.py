@@ -1,4 +1,4 @@
-"""Several sets of images in one tensor, each with statistics of its own."""
+"""Several sets of images in one tensor, each with its own statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 class Sets:
     """Consecutive sets of images, `sizes` of them, in tensors (row, image, column, channel).
 
-    Every function takes all sets at once, so that their number does not cost calls.
+    Every function handles all sets in one call.
 
     >>> sets, x = Sets((1, 2)), torch.arange(6.0).view(1, 3, 1, 2)
     >>> (sets.sums(x) / sets.counts(x)).tolist()
@@ -23,17 +23,17 @@ class Sets:
     sizes: tuple[int, ...]
 
     def sums(self, x: Tensor) -> Tensor:
-        """Every channel added up in every set: sets × channels."""
-        # Rows are added up first: along the longest contiguous stretches it is fastest.
+        """The sum of every channel in every set: sets × channels."""
+        # Rows are added first: this is fastest, because they are the longest contiguous pieces.
         by_image = (x.flatten(1).sum(0).view(x.shape[1:]) if len(x) > 1 else x[0]).sum(1)
         return _selection(self.sizes, x.dtype, x.device) @ by_image
 
     def counts(self, x: Tensor) -> Tensor:
-        """How many values each of the sums has: sets × 1."""
+        """The number of values in each of the sums: sets × 1."""
         return x.new_tensor(self.sizes)[:, None] * (x.shape[0] * x.shape[2])
 
     def spread(self, values: Tensor, columns: int) -> Tensor:
-        """A value of every set and channel, laid out to meet a row of all images: (image, column, channel)."""
+        """A value of every set and channel, expanded to a row of all images: (image, column, channel)."""
         by_image = values[_members(self.sizes, values.device)]
         return by_image[:, None].expand(-1, columns, -1).contiguous()
 

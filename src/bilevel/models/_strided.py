@@ -1,9 +1,9 @@
-"""Layers convolution, batch norm, ReLU with a stride, as matrix products of views, without copies of patches.
+"""Strided convolution, batch norm and ReLU, computed as matrix products of views, without copies of patches.
 
-Between such layers images lie as (row, image, column, channel), with the rows sorted by their number modulo the next
-stride. The rows that one row of the filter meets, for all images and all rows of the result, are then one block, and
-the columns that one column of the result sees are neighbours. So every pair (row of the filter, column of the result)
-is one large matrix product, forwards and backwards, in which padding costs nothing.
+Between such layers the axes of images are (row, image, column, channel), with the rows sorted by their number modulo
+the next stride. The rows that one row of the filter is applied to, for all images and all rows of the result, are then
+one block, and the columns that one column of the result depends on are neighbours. So every pair (row of the filter,
+column of the result) is one large matrix product, forwards and backwards, in which padding costs nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._functions import Gradients, aten, with_graph
-from bilevel.models._layers import is_plain, suits
+from bilevel.models._layers import Gradients, aten, is_plain, suits, with_graph
 from bilevel.models._sets import Sets
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
@@ -35,7 +34,7 @@ def layer(x: Tensor, conv: nn.Conv2d, norm: BatchNorm, sets: Sets, next_stride: 
 
 
 def applies(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Whether a convolution has a stride and is served better here than by torch."""
+    """Whether a convolution has a stride and is faster here than in torch."""
     return (
         is_plain(conv)
         and conv.stride[0] == conv.stride[1] > 1
@@ -47,11 +46,8 @@ def applies(conv: nn.Conv2d, x: Tensor) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- rows
-
-
 def ranks(rows: int, stride: int) -> list[slice]:
-    """Where the rows 0, stride, 2·stride, … are found once they are sorted; then those with the remainder 1; and so on.
+    """The places of the rows 0, stride, 2·stride, … after sorting; then those with the remainder 1; and so on.
 
     >>> ranks(7, stride=2)
     [slice(0, 4, None), slice(4, 7, None)]
@@ -72,9 +68,6 @@ def to_images(rows: Tensor, stride: int = 1) -> Tensor:
     for r, part in enumerate(ranks(len(rows), stride)):
         natural[r::stride] = rows[part]
     return natural.permute(1, 3, 0, 2)
-
-
-# --------------------------------------------------------------------------------------------------- geometry
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ class View:
     begin: int
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        # One call instead of two slices: views are made by the hundred.
+        # One call instead of two slices, because hundreds of views are made.
         return torch.as_strided(tensor, self.shape, (self.step, 1), tensor.storage_offset() + self.begin)
 
 
@@ -141,7 +134,7 @@ Product = tuple[View, View, View]
 
 @lru_cache(maxsize=256)
 def products(shape: tuple[int, ...], filters: tuple[int, ...], stride: int, padding: int) -> list[Product]:
-    """What is multiplied: pixels, filters and their place in the result, for pixels of shape (row, image, column,
+    """The factors of all matrix products, and their place in the result, for pixels of shape (row, image, column,
     channel) and filters of shape (row, column, input, output)."""
     height, images, width, channels = shape
     size, _, _, outputs = filters
@@ -158,9 +151,6 @@ def products(shape: tuple[int, ...], filters: tuple[int, ...], stride: int, padd
                 place = (row.first * images * len(columns) + column) * outputs
                 found.append((pixels, weights, View((count, outputs), len(columns) * outputs, place)))
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ layer
 
 
 class _Layer(torch.autograd.Function):
@@ -208,7 +198,7 @@ class _Layer(torch.autograd.Function):
             aten.threshold_backward.grad_input(g[part], y[part], 0, grad_input=delta[r::next_stride])
         inverse, counts = torch.rsqrt(variances + eps), sets.counts(centred)
         sums, along = sets.sums(delta), sets.sums(delta * centred) * inverse
-        # Batch norm's gradient: the mean and the part along the normalised values are taken out.
+        # The gradient of batch norm: subtract the mean and the part along the normalised values.
         factors = scale * inverse
         delta.addcmul_(centred, sets.spread(-along * inverse / counts, width))
         torch.addcmul(sets.spread(-sums * factors / counts, width), delta, sets.spread(factors, width), out=delta)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.errors import BilevelError
-from bilevel.models._functions import normalise
 
 Mode = Literal["episode", "support", "running"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -56,7 +55,7 @@ class BatchNorm(nn.Module):
         self.seen: list[Statistics] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins without what this one is in the middle of.
+        # A copy does not take over the mode and the statistics of the block that this layer is in.
         return {**self.__dict__, "by": "own", "sizes": None, "kept": [], "seen": None}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,28 +64,24 @@ class BatchNorm(nn.Module):
         if self.by == "keep":
             self.kept.append(statistics(x))
             return self._affine(x, *self.kept[-1])
-        if self.sizes is not None:
-            return self.normalised(x)
         if self.seen is not None:
             with torch.no_grad():
-                self.seen.append(statistics(x))
-        # torch's kernel wants a weight wherever it is given a bias.
+                self.seen += map(statistics, self._sets(x))
+        # torch's kernel needs a weight if it has a bias.
         weight = self._ones if self.weight is None and self.bias is not None else self.weight
         if self.by == "running":
             return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, False, 0.0, self.eps)
-        refuse_single_values(x[:, 0].numel())
-        return F.batch_norm(x, None, None, weight, self.bias, True, 0.0, self.eps)
+        sets = self._sets(x)
+        refuse_single_values(min(part[:, 0].numel() for part in sets))
+        parts = [F.batch_norm(part, None, None, weight, self.bias, True, 0.0, self.eps) for part in sets]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def normalised(self, x: Tensor, rectify: bool = False) -> Tensor:
-        """Each of the sets by its own statistics; with `rectify`, a ReLU after it."""
-        assert self.sizes is not None
-        refuse_single_values(min(self.sizes) * x[0, 0].numel())
-        y, means, scales = normalise(x, self.weight, self.bias, self.eps, self.sizes, rectify)
-        self.note(means, scales**-2 - self.eps)
-        return y
+    def _sets(self, x: Tensor) -> Sequence[Tensor]:
+        """The sets that are normalised by their own statistics."""
+        return [x] if self.sizes is None else torch.split(x, list(self.sizes))
 
     def note(self, means: Tensor, variances: Tensor) -> None:
-        """Remember the statistics of every set, where somebody wants to know."""
+        """Append the statistics of every set to `seen`, if that is a list."""
         if self.seen is not None:
             self.seen += zip(means.detach(), variances.detach(), strict=True)
 
@@ -118,6 +113,10 @@ def refuse_single_values(count: int) -> None:
         )
 
 
+def has_hooks(layer: nn.Module) -> bool:
+    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
+
+
 def layers(module: nn.Module) -> dict[str, BatchNorm]:
     """The batch norms of a converted module, by name."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
@@ -135,7 +134,7 @@ def using(norms: dict[str, BatchNorm], by: str, sizes: Sequence[int] | None = No
     finally:
         for layer in norms.values():
             layer.by, layer.sizes = "own", None
-            if by == "kept":  # used once, and with it goes the graph it hangs on
+            if by == "kept":  # used once; this releases their graph
                 layer.kept = []
 
 
@@ -157,19 +156,17 @@ def converted(module: nn.Module, known: dict[nn.Module, nn.Module] | None = None
 def _converted(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return _ours(module)
-    # Not named_children(), which leaves out the second name of a layer that has two.
+    # named_children() lists a layer that has two names only once.
     for name, child in module._modules.items():
         if child is not None:
             module._modules[name] = converted(child, known)
-    # Imported here because blocks are made of batch norms.
-    from bilevel.models._blocks import blocks
+    from bilevel.models._blocks import fused  # imported here, because that module imports this one
 
-    return blocks(module) if isinstance(module, nn.Sequential) else module
+    return fused(module) if isinstance(module, nn.Sequential) else module
 
 
 def _ours(theirs: nn.modules.batchnorm._BatchNorm) -> BatchNorm:
-    listeners = (theirs._forward_hooks, theirs._forward_pre_hooks, theirs._backward_hooks, theirs._backward_pre_hooks)
-    if type(theirs) not in THEIRS or any(listeners):
+    if type(theirs) not in THEIRS or has_hooks(theirs):
         raise BilevelError(
             f"{type(theirs).__name__}, a batch norm of your own or one with hooks, cannot follow a batch norm mode. "
             "Use torch's nn.BatchNorm2d as it is, or bilevel.models.batch_norm.BatchNorm."

@@ -1,4 +1,4 @@
-"""What linear classifiers of many episodes have in common: batched matrix products.
+"""Linear heads of many episodes, as batched matrix products.
 
 Features are episodes × examples × F with a last feature that is always 1, so that a head is one matrix F × classes and
 its bias is the last row.
@@ -17,12 +17,12 @@ def with_one(features: Tensor) -> Tensor:
 
 
 def zeros(episodes: int, features: int, ways: int, like: Tensor) -> Tensor:
-    """Heads at zero, where the paper starts them; `features` counts the constant."""
+    """Heads at zero, the paper's start; `features` includes the constant."""
     return like.new_zeros((episodes, features, ways))
 
 
 def curvature(features: Tensor, ways: int) -> Tensor:
-    """The largest curvature of every episode's mean cross-entropy at zero, where the steps begin.
+    """The largest curvature of every episode's mean cross-entropy at w_0 = 0.
 
     There every class has probability 1/ways, so the Hessian is (I − 11ᵀ/ways)/ways ⊗ ΦᵀΦ/n, and the largest eigenvalue
     of ΦᵀΦ is that of the smaller of the two Gram matrices.
@@ -32,5 +32,5 @@ def curvature(features: Tensor, ways: int) -> Tensor:
 
 
 def accuracy(heads: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-    """The share of right answers in every episode."""
+    """The share of correct predictions in every episode."""
     return (torch.bmm(features, heads).argmax(2) == labels).double().mean(1)

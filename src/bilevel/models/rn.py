@@ -1,7 +1,4 @@
-"""Four residual blocks: 84×84 pixels to 512 features, 3,805,696 weights (the paper's RN).
-
-3,753,760 of them in the main path and 51,936 in the skip convolutions.
-"""
+"""Four residual blocks: 84×84 pixels to 512 features, 3,805,696 weights, 51,936 of them in skips (the paper's RN)."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +36,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Curves:
+class RunCurves:
     """What a run recorded: the outer loss and the speed, and the accuracy on meta-validation."""
 
     loss: Series
@@ -49,7 +48,7 @@ class Curves:
         return not (len(self.loss) or len(self.accuracy))
 
 
-def curves(run: FoundRun) -> Curves:
+def curves(run: FoundRun) -> RunCurves:
     looks = [line for line in run.metrics if "score" in line]
     steps = [line for line in run.metrics if "loss" in line]
     clock = _clock(looks, steps, run.settings)
@@ -57,7 +56,7 @@ def curves(run: FoundRun) -> Curves:
     accuracy = Series(when, _numbers(looks, "minutes"), _numbers(looks, "score"), _numbers(looks, "interval"))
     at = _numbers(steps, "iteration")
     loss, speed = (Series(at, clock, _numbers(steps, name)) for name in ("loss", "images_per_second"))
-    return Curves(_thinned(loss), _thinned(speed), _picked(accuracy))
+    return RunCurves(_thinned(loss), _thinned(speed), _picked(accuracy))
 
 
 def _clock(looks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Array:
@@ -111,59 +110,54 @@ def _picked(series: Series) -> Series:
     return Series(series.iterations[rows], series.minutes[rows], series.values[rows], series.interval[rows])
 
 
-def figures(named: Sequence[tuple[str, Curves]]) -> dict[str, Any]:
-    """Three figures of plotly as JSON: loss, accuracy with its 95 % band, and images per second.
+def figures(named: Sequence[tuple[str, RunCurves]]) -> dict[str, list[dict[str, Any]]]:
+    """The traces of three charts, as plotly reads them: loss, accuracy with its 95 % band, and images per second.
 
     A trace's `meta` says which run it belongs to and holds both of its x axes, between which the page switches.
     """
-    go: Any = import_module("plotly.graph_objects")
-    drawn = {"loss": go.Figure(), "accuracy": go.Figure(), "speed": go.Figure()}
+    drawn: dict[str, list[dict[str, Any]]] = {"loss": [], "accuracy": [], "speed": []}
     for number, (name, found) in enumerate(named):
-        dash = DASHES[number // COLOURS % len(DASHES)]
-        for kind, figure in drawn.items():
+        for kind, traces in drawn.items():
             series: Series = getattr(found, kind)
             if not np.isfinite(series.values).any():
                 continue
-            factor = 100 if kind == "accuracy" else 1
-            if kind == "accuracy" and series.interval is not None:
-                figure.add_trace(_band(go, series, number))
             unit = {"loss": ".4f", "accuracy": ".2f", "speed": ",.0f"}[kind]
-            spread = [f" ± {100 * x:.2f}" if math.isfinite(x) else "" for x in _of(series.interval, len(series))]
-            figure.add_trace(
-                go.Scatter(
-                    x=_plain(series.iterations),
-                    y=_plain(factor * series.values),
-                    customdata=spread if kind == "accuracy" else None,
-                    name=_text(name),
-                    mode="lines+markers" if len(series) < 60 else "lines",
-                    marker={"size": 5, "symbol": number % 8},
-                    line={"dash": dash, "width": 2},
-                    hovertemplate=f"%{{y:{unit}}}" + ("%{customdata} %" if kind == "accuracy" else ""),
-                    meta={"run": number, "part": "line", **_axes(series)},
-                )
-            )
-    return {kind: json.loads(figure.to_json())["data"] for kind, figure in drawn.items()}
+            trace: dict[str, Any] = {
+                "type": "scatter",
+                "x": _plain(series.iterations),
+                "y": _plain(series.values),
+                "name": html.escape(name, quote=False),  # plotly reads tags and entities in names
+                "mode": "lines+markers" if len(series) < 60 else "lines",
+                "marker": {"size": 5, "symbol": number % 8},
+                "line": {"dash": DASHES[number // COLOURS % len(DASHES)], "width": 2},
+                "hovertemplate": f"%{{y:{unit}}}",
+                "meta": {"run": number, "part": "line", **_axes(series)},
+            }
+            if series.interval is not None:  # an accuracy
+                traces.append(_band(series, series.interval, number))
+                trace["y"] = _plain(100 * series.values)
+                trace["hovertemplate"] += "%{customdata} %"
+                trace["customdata"] = [f" ± {100 * x:.2f}" if math.isfinite(x) else "" for x in series.interval]
+            traces.append(trace)
+    return drawn
 
 
-def _band(go: Any, series: Series, number: int) -> Any:
+def _band(series: Series, interval: Array, number: int) -> dict[str, Any]:
     """The interval as one closed shape, up along one side and back along the other."""
-    width = np.nan_to_num(_of(series.interval, len(series)))
+    width = np.nan_to_num(interval)
     forth, back = 100 * (series.values + width), 100 * (series.values - width)
     axes = {name: values + values[::-1] for name, values in _axes(series).items()}
-    return go.Scatter(
-        x=axes["iterations"],
-        y=_plain(forth) + _plain(back)[::-1],
-        fill="toself",
-        mode="lines",
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-        meta={"run": number, "part": "band", **axes},
-    )
-
-
-def _of(values: Array | None, length: int) -> Array:
-    return values if values is not None else np.full(length, math.nan)
+    return {
+        "type": "scatter",
+        "x": axes["iterations"],
+        "y": _plain(forth) + _plain(back)[::-1],
+        "fill": "toself",
+        "mode": "lines",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "meta": {"run": number, "part": "band", **axes},
+    }
 
 
 def _axes(series: Series) -> dict[str, list[float | None]]:
@@ -173,8 +167,3 @@ def _axes(series: Series) -> dict[str, list[float | None]]:
 def _plain(values: Array) -> list[float | None]:
     """Numbers for JSON, rounded to what can be seen; what is not finite becomes a gap."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
-
-
-def _text(name: str) -> str:
-    """A name as plotly shows it; it reads tags and entities in names, and would follow them."""
-    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

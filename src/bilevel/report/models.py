@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,21 +12,20 @@ import torch
 from bilevel.certificate import Certificate, certify
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
-from bilevel.meta.library import Trained, find
-from bilevel.meta.training import episodes, open_data
-from bilevel.problem import Problem, Task
+from bilevel.learners.library import TrainedLearner, find
+from bilevel.learners.streams import episodes, open_data
+from bilevel.plotting import class_name
 from bilevel.report import pictures
 
 if TYPE_CHECKING:
     from bilevel.report.read import FoundRun
 
-OpenData = Callable[[Any], ImageDataset]
 # Filters of more than this many inputs are too wide to be looked at, and layers behind the first mean nothing as such.
 MOST_FILTERS = 256
 
 
 @dataclass(frozen=True)
-class Query:
+class ShownQuery:
     """A picture to be classified: its class, the most probable class, and every class's probability."""
 
     picture: str
@@ -49,13 +47,13 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownEpisode:
     """A meta-test episode: the classes' names, their support pictures, and the queries."""
 
     number: int
     classes: list[str]
     support: list[list[str]]
-    queries: list[Query]
+    queries: list[ShownQuery]
 
     @property
     def right(self) -> int:
@@ -72,11 +70,11 @@ class Model:
         missing: why there are no episodes and no certificates, if there are none.
     """
 
-    trained: Trained
+    trained: TrainedLearner
     layer: str
     filters: list[str]
     shape: tuple[int, ...]
-    episodes: list[Shown]
+    episodes: list[ShownEpisode]
     certificates: list[Certificate]
     gaps: list[float]
     missing: str = ""
@@ -112,34 +110,27 @@ class Reader:
         try:
             data = self._data(trained)
             shown = [_episode(trained, data, i) for i in range(self.count)]
-            proofs = [_certificate(trained, data, i) for i in range(self.count)]
+            proofs = [proof for i in range(self.count) if (proof := _certificate(trained, data, i)) is not None]
         except BilevelError as error:
             return replace(model, missing=str(error))
         return replace(
             model, episodes=shown, certificates=[proof for proof, _ in proofs], gaps=[gap for _, gap in proofs]
         )
 
-    def _data(self, trained: Trained) -> ImageDataset:
+    def _data(self, trained: TrainedLearner) -> ImageDataset:
         settings = trained.settings
         key = (settings.dataset, settings.image_size, settings.seed)
         if key not in self.opened:
             self.opened[key] = open_data(settings, self.data_root)
-        data = self.opened[key]
-        known = trained.card.get("data", {})
-        trained_on = known.get("fingerprint") if isinstance(known, dict) else None
-        if trained_on not in (None, data.fingerprint):
-            raise BilevelError(
-                f"The images of {data.name} here are not those that {trained.name} was trained on, so classes that it "
-                "was trained on may be among those of the test."
-            )
-        return data
+        trained.check_data(self.opened[key])
+        return self.opened[key]
 
 
-def _first_convolution(trained: Trained) -> tuple[str, torch.Tensor | None]:
+def _first_convolution(trained: TrainedLearner) -> tuple[str, torch.Tensor | None]:
     return next(((name, value) for name, value in trained.learner.lam.items() if value.ndim == 4), ("", None))
 
 
-def _episode(trained: Trained, data: ImageDataset, number: int) -> Shown:
+def _episode(trained: TrainedLearner, data: ImageDataset, number: int) -> ShownEpisode:
     """Episode `number` of meta-test, classified as `bilevel evaluate` classifies it: all queries in one call, because
     with batch norm's mode "episode" they are normalised together."""
     settings = trained.settings
@@ -149,46 +140,43 @@ def _episode(trained: Trained, data: ImageDataset, number: int) -> Shown:
     probabilities = trained.learner.adapt(support, labels).predict_proba(queries)
     rows, turns = stream.sampler.draw(number)
     names = [
-        readable(data.classes[int(data.labels[row])]) + (f", turned {90 * int(turn)}°" if turn else "")
+        class_name(data.classes[int(data.labels[row])]) + (f", turned {90 * int(turn)}°" if turn else "")
         for row, turn in zip(rows[:, 0], turns, strict=True)
     ]
     drawn = [pictures.picture(image) for image in support]
-    return Shown(
+    return ShownEpisode(
         number,
         names,
         [drawn[i : i + settings.shots] for i in range(0, len(drawn), settings.shots)],
         [
-            Query(pictures.picture(image), int(answer), int(row.argmax()), [float(p) for p in row])
+            ShownQuery(pictures.picture(image), int(answer), int(row.argmax()), [float(p) for p in row])
             for image, answer, row in zip(queries, answers, probabilities, strict=True)
         ],
     )
 
 
-def _certificate(trained: Trained, data: ImageDataset, number: int) -> tuple[Certificate, float]:
-    """What `certify` says of the classifier of an episode, in double precision, and a bound on L(w_T) − inf L.
+def _certificate(trained: TrainedLearner, data: ImageDataset, number: int) -> tuple[Certificate, float] | None:
+    """What `certify` says of the inner problem of an episode, in double precision, and a bound on L(w_T) − inf L; None
+    for learners that have no convex inner problem.
 
     The features are those of the evaluation, with its batch norm, and fixed; so λ enters nothing. μ is known: an L2
     term of weight l2 makes the curvature l2 at least, and without one the cross-entropy has directions without any.
     What then remains is that L is never below 0.
     """
-    learner, settings = trained.learner, trained.settings
-    (images, labels), (queries, answers) = (lambda task: (task.train, task.val))(
-        episodes(settings, data, "test").batch([number])
-    )
+    learner = trained.learner
+    found = learner.certifiable(episodes(trained.settings, data, "test").batch([number]))
+    if found is None:
+        return None
+    problem, task = found
+    lam = {"features are fixed": torch.zeros(()).double()}
+    dynamics, steps, l2 = learner.dynamics, learner.steps, learner.l2
+    certificate = certify(problem, lam, task, dynamics=dynamics, steps=steps, mu=l2)
     with torch.no_grad():
-        features = learner.represent_episodes(learner.lam, images, queries, settings.ways, training=False)
-        support, query = (part.double() for part in features)
-    whole = learner.problem(1, settings.ways)
-    fixed = Problem(whole.inner, whole.outer, whole.init)
-    lam = {"features are fixed": support.new_zeros(())}
-    task = Task((support, labels), (query, answers))
-    found = certify(fixed, lam, task, dynamics=learner.dynamics, steps=learner.steps, mu=learner.l2)
-    with torch.no_grad():
-        w, state = fixed.init(lam), learner.dynamics.init(fixed.init(lam))
-        for t in range(1, learner.steps + 1):
-            w, state = learner.dynamics.step(lambda v: fixed.inner(v, lam, task.train), w, state, t)
-        loss = float(fixed.inner(w, lam, task.train))
-    return found, min(loss, found.gradient_norm**2 / (2 * learner.l2)) if learner.l2 else loss
+        w, state = problem.init(lam), dynamics.init(problem.init(lam))
+        for t in range(1, steps + 1):
+            w, state = dynamics.step(lambda v: problem.inner(v, lam, task.train), w, state, t)
+        loss = float(problem.inner(w, lam, task.train))
+    return certificate, min(loss, certificate.gradient_norm**2 / (2 * l2)) if l2 else loss
 
 
 def verdict(certificate: Certificate, l2: float) -> str:
@@ -206,13 +194,3 @@ def verdict(certificate: Certificate, l2: float) -> str:
             "is above its infimum by no more than its value. A training with --l2 above 0 gets the other bounds."
         )
     return str(certificate.outcome)
-
-
-def readable(title: str) -> str:
-    """The name of a class as one would say it.
-
-    >>> readable("hebrew/U+05D0 HEBREW LETTER ALEF"), readable("Tengwar/character07")
-    ('hebrew alef', 'Tengwar character07')
-    """
-    name = title.partition("/U+")[2].partition(" ")[2].lower() or title
-    return name.replace(" letter ", " ").replace("/", " ")

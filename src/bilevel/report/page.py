@@ -1,12 +1,10 @@
-"""The page: what was found, in the templates' words, as one file."""
+"""Write the page: results and runs, rendered by the templates into one HTML file."""
 
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from datetime import datetime
 from importlib import import_module
@@ -15,19 +13,19 @@ from typing import Any
 
 import bilevel
 from bilevel.errors import BilevelError, BilevelWarning
-from bilevel.meta.settings import Settings
+from bilevel.files import write_bytes
+from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MEANING
-from bilevel.progress import bar
+from bilevel.progress import counter
 from bilevel.report import pictures
-from bilevel.report.curves import Curves, curves, figures
+from bilevel.report.curves import RunCurves, curves, figures
 from bilevel.report.models import Model, Reader, verdict
-from bilevel.report.read import Found, FoundResult, FoundRun, gather
+from bilevel.report.read import FoundResult, FoundRun, ReportSources, gather
 from bilevel.report.templating import inlined, template
 from bilevel.report.words import labels, minutes, slug, task
-from bilevel.training.files import write_bytes
 
 KNOWN = ("accuracy", "interval")  # of a card's score on meta-test
-HELP = {f.name: f.metadata["help"] for f in fields(Settings)}
+HELP = {f.name: f.metadata["help"] for f in fields(TrainingSettings)}
 NUMBER = re.compile(r"^[≤≥<>~]?\s*[+−-]?\d[\d.,]*(e[+-]?\d+)?\s*%?(\s*(±|\[|\().*)?$")
 
 
@@ -78,28 +76,21 @@ def write(
     return Report(path, len(content), len(found.results), len(found.runs), found.warnings)
 
 
-def _models(found: Found, reader: Reader, progress: bool | None) -> list[Model | None]:
+def _models(found: ReportSources, reader: Reader, progress: bool | None) -> list[Model | None]:
     models: list[Model | None] = []
-    with ExitStack() as stack:
-        show = (sys.stderr.isatty() if progress is None else progress) and bool(found.runs)
-        advance: Any = (
-            stack.enter_context(bar("models", len(found.runs), "{task.fields[value]}"))
-            if show
-            else lambda done, **words: None
-        )
-        for number, run in enumerate(found.runs):
-            advance(number, value=run.spec)
+    with counter("models", len(found.runs), progress if found.runs else False) as begin:
+        for run in found.runs:
+            begin(run.spec)
             try:
                 models.append(reader.read(run) if run.config else None)
             except Exception as error:  # a folder may hold anything, and the page is to be written without it
                 models.append(None)
                 kind = "" if isinstance(error, BilevelError) else f"{type(error).__name__}: "
                 found.warnings.append(f"{run.spec}: no episodes, filters and certificates. {kind}{error}")
-        advance(len(found.runs), value="done")
     return models
 
 
-def render(found: Found, models: Sequence[Model | None], title: str) -> str:
+def render(found: ReportSources, models: Sequence[Model | None], title: str) -> str:
     """The page as text."""
     from markupsafe import Markup
 
@@ -162,7 +153,7 @@ def _numeric(cells: Sequence[str]) -> bool:
 
 
 def _run(
-    run: FoundRun, number: int, name: str, curve: Curves, model: Model | None, ids: dict[Path, str]
+    run: FoundRun, number: int, name: str, curve: RunCurves, model: Model | None, ids: dict[Path, str]
 ) -> dict[str, Any]:
     config, looks = run.config, [line for line in run.metrics if "score" in line]
     best = max(looks, key=lambda line: (line["score"], -line["iteration"]), default=None)
@@ -219,8 +210,9 @@ def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
         "time to get there": minutes(training.get("minutes")) if isinstance(training, dict) else None,
     }
     if model is not None:
-        facts["numbers in λ"] = sum(leaf.numel() for leaf in model.trained.learner.lam.values())
-        facts["inner steps T in use"] = model.trained.learner.steps
+        learner = model.trained.learner
+        facts["numbers in λ"] = sum(leaf.numel() for leaf in learner.lam.values())
+        facts["inner steps T in use"] = learner.steps if learner.has_steps else None
     return {name: value for name, value in facts.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Pictures as text that can stand in a page."""
+"""Images as data: addresses, which an HTML page can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding what a report is about. What cannot be read is left out with a sentence that names its file."""
+"""Find the results and runs of a report. A file that cannot be read is left out, with a warning that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
-from bilevel.meta.library import PREFIX, zoo
+from bilevel.learners.library import PREFIX, zoo
+from bilevel.training.log import read_metrics
 
 # Where to look when nothing is named; the last one holds results that are kept with a source tree.
 PLACES, KEPT = ("results", "runs"), "docs/results"
@@ -56,9 +57,9 @@ class FoundRun:
     """A training or a model.
 
     Attributes:
-        spec: what `bilevel.meta.library.find` takes.
+        spec: what `bilevel.learners.library.find` takes.
         config: its `config.json`, or the card of a saved model; empty where it cannot be read.
-        metrics: the readable lines of its `metrics.jsonl`.
+        metrics: the records of its `metrics.jsonl`.
         owner: the result whose numbers come from it.
     """
 
@@ -74,7 +75,7 @@ class FoundRun:
 
 
 @dataclass
-class Found:
+class ReportSources:
     """Everything that a report is about, and what had to be left out, one sentence each."""
 
     results: list[FoundResult] = field(default_factory=list)
@@ -83,12 +84,12 @@ class Found:
     seen: set[Path] = field(default_factory=set)
 
 
-def gather(specs: Sequence[str | Path]) -> Found:
+def gather(specs: Sequence[str | Path]) -> ReportSources:
     """What the words of the command name: results, runs, folders of them at any depth, and `zoo:NAME`.
 
     Without words, everything in `results/` and `runs/`; and where there is no `results/`, in `docs/results/`.
     """
-    found = Found()
+    found = ReportSources()
     for spec in specs or _usual():
         _take(str(spec), found)
     return found
@@ -108,7 +109,7 @@ def _usual() -> list[str]:
     return places
 
 
-def _take(spec: str, found: Found) -> None:
+def _take(spec: str, found: ReportSources) -> None:
     path = Path(spec)
     if spec.startswith(PREFIX):
         name = spec.removeprefix(PREFIX)
@@ -148,7 +149,7 @@ def _files(folder: Path) -> Iterator[Path]:
             folders.clear()
 
 
-def _take_file(file: Path, found: Found) -> None:
+def _take_file(file: Path, found: ReportSources) -> None:
     if file.resolve() in found.seen:
         return
     found.seen.add(file.resolve())
@@ -172,7 +173,7 @@ def _take_file(file: Path, found: Found) -> None:
             found.runs.append(_run(folder, found, result))
 
 
-def _result(file: Path, found: Found) -> FoundResult:
+def _result(file: Path, found: ReportSources) -> FoundResult:
     content = _json(file)
     if not isinstance(content, dict):
         raise BilevelError("it is not the record of a result.")
@@ -227,15 +228,15 @@ def _picture(path: Path) -> bytes:
         raise BilevelError("there is no such picture." if not path.exists() else f"no PNG ({error}).") from error
 
 
-def _run(folder: Path, found: Found, owner: FoundResult | None = None) -> FoundRun:
+def _run(folder: Path, found: ReportSources, owner: FoundResult | None = None) -> FoundRun:
     file = folder / "config.json"
     if owner is None:  # a result higher up may not name a run that lies in its folder, when it is still going on
         above = (result for result in found.results if folder.resolve().is_relative_to(result.file.parent.resolve()))
         owner = next(above, None)
-    return FoundRun(str(folder), _config(file, found), _metrics(folder / "metrics.jsonl", found), owner)
+    return FoundRun(str(folder), _config(file, found), _metrics(folder, found), owner)
 
 
-def _config(file: Path, found: Found) -> dict[str, Any]:
+def _config(file: Path, found: ReportSources) -> dict[str, Any]:
     try:
         config = _json(file)
         if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
@@ -246,21 +247,12 @@ def _config(file: Path, found: Found) -> dict[str, Any]:
         return {}
 
 
-def _metrics(file: Path, found: Found) -> list[dict[str, Any]]:
-    if not file.is_file():
+def _metrics(folder: Path, found: ReportSources) -> list[dict[str, float]]:
+    try:
+        return sorted(read_metrics(folder, found.warnings.append), key=lambda record: record["iteration"])
+    except BilevelError as error:
+        found.warnings.append(str(error))
         return []
-    lines, kept, wrong = file.read_bytes().splitlines(), [], 0
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or type(record.get("iteration")) is not int:
-                raise ValueError("no hyperiteration")
-            kept.append({name: value for name, value in record.items() if type(value) in (int, float)})
-        except ValueError:
-            wrong += number < len(lines)  # a run that goes on, or was killed, may have half a line at the end
-    if wrong:
-        found.warnings.append(f"{file}: {wrong} of {len(lines)} lines cannot be read and were left out.")
-    return sorted(kept, key=lambda record: record["iteration"])
 
 
 def _json(file: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The page of `bilevel tune`: one file that shows what the tuning of a table's model found."""
+"""The page of `bilevel tune`: one HTML file with the result of the tuning."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import bilevel
 from bilevel.report.templating import inlined, template
+from bilevel.tabular.scores import measures
 
 CURVE = 400  # points of the validation history
 
@@ -19,23 +20,24 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
 
     Args:
         record: the content of result.json.
-        points: the test rows, as `bilevel.tabular.record.test_points` gives them.
+        points: held-out rows, as `bilevel.tabular.results.chart_points` gives them.
     """
     from markupsafe import Markup
 
     offline: Any = import_module("plotly.offline")
-    measures = ("accuracy", "log_loss") if record["classes"] else ("r2", "rmse")
+    names = measures(record["classes"])
     page = template("table.html.j2", four=four, fixed=fixed)
     return page.render(
         record=record,
-        measures=measures,
-        words={"r2": "R²", "rmse": "RMSE", "accuracy": "accuracy", "log_loss": "log loss"},
+        words=names,
+        measure=list(names)[-1],
+        ours=next(one for one in record["comparison"] if one["name"] == record["saved"]),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         version=bilevel.__version__,
         style=inlined("style.css", "table.css"),
         script=inlined("theme.js", "table.js"),
         plotly=Markup(offline.get_plotlyjs()),
-        content=_content(record, points, measures[1]),
+        content=_content(record, points, list(names)[-1]),
     )
 
 
@@ -58,7 +60,7 @@ def fixed(value: Any) -> str:
 
 
 def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:
-    """What the charts are drawn from."""
+    """The data of the charts."""
     history = {"value": [], "seconds": [], **record["history"]}
     history["best"] = list(accumulate(history["value"], min))
     count = len(history["value"])
@@ -70,11 +72,14 @@ def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str)
         ],
         "classes": record["classes"],
         "target": record["target"],
-        "errors": [{"name": one["name"], "error": one[measure]} for one in record["comparison"]],
+        "errors": [
+            {"name": one["name"], "error": one[measure], "ours": one["ours"], "best": one["p"] is None}
+            for one in record["comparison"]
+        ],
         "history": {
             "step": list(rows),
             **{key: [history[key][i] for i in rows] for key in ("value", "seconds", "best")},
         },
-        "shared": record["comparison"][1]["penalty"],
+        "shared": record["shared_penalty"]["penalty"],
         "points": points,
     }

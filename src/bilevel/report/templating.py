@@ -1,4 +1,4 @@
-"""What both pages are made with: the templates' folder, and files that become part of a page."""
+"""Templates of the pages, and style sheets and scripts that are written into a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and numbers as the page says them."""
+"""Names and numbers as text for the page."""
 
 from __future__ import annotations
 

@@ -1,12 +1,34 @@
-"""Inner objectives that say what they are, so that a method written for their structure can be used.
+"""Inner objectives that declare their structure, so that a method written for it can be used.
 
-A structure is called like any other inner objective, `inner(w, lam, batch)`; every method works on it. Methods that
-know it, such as `DualDescent` on `LinearClassifiers`, find it in `problem.inner`. Writing the same objective as a
-function of your own gives the same numbers and only costs speed.
+A structure is called like any other inner objective, `inner(w, lam, batch)`, and every method works on it. Methods that
+know it (`DualDescent` for `LinearClassifiers`, `NormalEquations` for `LeastSquares`, `NewtonLinear` for `LinearModels`)
+find it in `problem.inner`. Writing the same objective as a function of your own gives the same numbers and only costs
+speed.
 """
 
 from __future__ import annotations
 
+from bilevel.structures.held_out import HeldOutLoss, HeldOutSquares
+from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.leave_one_out import LeaveOneOut
+from bilevel.structures.left_out import LeftOutLoss
 from bilevel.structures.linear_classifiers import LinearClassifiers
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import LogLoss, SquaredError
+from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
+from bilevel.structures.rows import GramOfRows
 
-__all__ = ["LinearClassifiers"]
+__all__ = [
+    "FunctionOfLam",
+    "GramOfRows",
+    "GroupPenalties",
+    "HeldOutLoss",
+    "HeldOutSquares",
+    "LeastSquares",
+    "LeaveOneOut",
+    "LeftOutLoss",
+    "LinearClassifiers",
+    "LinearModels",
+    "LogLoss",
+    "SquaredError",
+]

@@ -1,146 +1,168 @@
-"""Columns of a table and the features they become, learned from the training rows and applied to any others."""
+"""From the columns of a table to standardised features: a scikit-learn pipeline, fitted to the training rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
+from sklearn.compose import ColumnTransformer
+from sklearn.feature_selection import VarianceThreshold
+from sklearn.impute import SimpleImputer
+from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.values import Floats, Mask, Values, look
-from bilevel.tabular.words import counted, label, listed, short
+from bilevel.tabular.dates import PARTS, DateOrder, as_days, calendar, calendar_names
+from bilevel.tabular.values import Floats, Mask, first_of, first_row, labels_of, numbers_of
+from bilevel.tabular.words import counted
+
+FeatureKind = Literal["numbers", "truth values", "categories"] | DateOrder
 
 
-@dataclass(frozen=True)
-class Column:
-    """How one column becomes features.
-
-    A number is itself, a truth value 0 or 1, a category an indicator for each value that the training rows have.
-
-    Args:
-        name: in the table.
-        kind: what it holds.
-        categories: the values that have an indicator.
-        fill: what stands in for an empty field; None where empty fields are not filled.
-    """
-
-    name: str
-    kind: Literal["number", "boolean", "categories"]
-    categories: tuple[str, ...] = ()
-    fill: float | str | None = None
-
-    @property
-    def features(self) -> list[str]:
-        return [f"{self.name}={value}" for value in self.categories] if self.kind == "categories" else [self.name]
-
-    def plain(self) -> dict[str, Any]:
-        return {"name": self.name, "kind": self.kind, "categories": list(self.categories), "fill": self.fill}
-
-    @staticmethod
-    def of(plain: dict[str, Any]) -> Column:
-        return Column(plain["name"], plain["kind"], tuple(plain["categories"]), plain["fill"])
+def as_numbers(frame: Any, gaps: bool) -> Floats:
+    """Columns of numbers as an array; `gaps` says whether empty fields are allowed, as NaN."""
+    return _read(frame, gaps, numbers_of, "a finite number", np.isfinite)
 
 
-def learn(name: str, values: Values, rows: Mask, categorical: bool, fill: bool) -> Column:
-    """The column as its training rows have it; with `fill`, empty fields become the median or the commonest value.
-
-    >>> learn("size", look([1.0, 3.0, 8.0, None]), np.array([True, True, True, False]), False, True)
-    Column(name='size', kind='number', categories=(), fill=3.0)
-    >>> learn("town", look(["b", "a", "b"]), np.array([True, True, True]), True, False).features
-    ['town=a', 'town=b']
-    """
-    known = rows & ~values.missing
-    if categorical:
-        seen = values.labels()[known]
-        names, counts = np.unique(seen.astype(str), return_counts=True)
-        order = [one for one in values.distinct() if one in set(names)]
-        return Column(name, "categories", tuple(order), str(names[counts.argmax()]) if fill else None)
-    kind: Literal["number", "boolean"] = "boolean" if values.holds == "boolean" else "number"
-    middle = float(np.median(values.numbers[known])) if fill and known.any() else None
-    # The median of truth values may be a half; the commoner of the two is meant.
-    return Column(name, kind, (), middle if middle is None or kind == "number" else float(middle > 0.5))
+def as_truths(frame: Any, gaps: bool) -> Floats:
+    """Columns of truth values as 0 and 1."""
+    return _read(frame, gaps, _truths, "True or False", lambda values: np.isin(values, (0, 1)))
 
 
-def encode(frame: Any, columns: Sequence[Column], where: str, *, gaps: bool = False) -> tuple[Floats, list[str]]:
-    """The features of every row, columns of a float64 array in the order of `columns`, and notes on what was done.
-
-    Args:
-        frame: a DataFrame that has all the columns; others are ignored.
-        columns: as learned.
-        where: what the frame is called in messages.
-        gaps: leave NaN in rows with an empty field that nothing fills, instead of refusing them.
-    """
-    parts: list[Floats] = []
-    notes: list[str] = []
-    for column in columns:
-        values = look(frame[column.name])
-        part, note = _encoded(column, values, where, gaps)
-        parts.append(part)
-        if note:
-            notes.append(note)
-        if values.missing.any() and column.fill is not None:
-            filled = f"{column.fill:.6g}" if isinstance(column.fill, float) else repr(column.fill)
-            notes.append(
-                f"Column {column.name!r}: {counted(int(values.missing.sum()), 'empty field')} of {where} filled with "
-                f"{filled}, {'the commonest value' if column.kind != 'number' else 'the median'} of the training rows."
-            )
-    count = len(frame)
-    return (np.concatenate(parts, axis=1) if parts else np.empty((count, 0))), notes
+def as_dates(frame: Any, gaps: bool, order: DateOrder) -> Floats:
+    """Columns of dates as days since 1970."""
+    return _read(frame, gaps, partial(as_days, order=order), "a date", np.isfinite)
 
 
-def _encoded(column: Column, values: Values, where: str, gaps: bool) -> tuple[Floats, str]:
-    if values.missing.any() and column.fill is None and not gaps:
-        raise BilevelError(
-            f"Column {column.name!r} of {where} has no value in {counted(int(values.missing.sum()), 'row')}, first in "
-            f"row {int(np.flatnonzero(values.missing)[0]) + 1}, and the model was trained without empty fields. Fill "
-            "them in, or train it with --missing median."
-        )
-    if column.kind == "categories":
-        return _indicators(column, values, where)
-    numbers = values.numbers
-    if not values.numeric:
-        numbers = _truths(values) if column.kind == "boolean" else numbers
-        bad = np.isnan(numbers) & ~values.missing
-        if bad.any():
-            needed = "True or False" if column.kind == "boolean" else "a number"
-            raise BilevelError(
-                f"Column {column.name!r} of {where}: {values.first(bad)} is not {needed}, which the model needs there."
-            )
-    if np.isinf(numbers).any():
-        raise BilevelError(f"Column {column.name!r} of {where} is infinite: {values.first(np.isinf(numbers))}.")
-    if column.kind == "boolean" and not np.isin(numbers[~np.isnan(numbers)], (0, 1)).all():
-        bad = ~np.isin(numbers, (0, 1)) & ~np.isnan(numbers)
-        raise BilevelError(
-            f"Column {column.name!r} of {where}: {values.first(bad)} is not True or False, which the model needs there."
-        )
-    if column.fill is not None:
-        numbers = np.where(values.missing, float(column.fill), numbers)
-    return numbers[:, None], ""
+def as_labels(frame: Any, gaps: bool) -> NDArray[Any]:
+    """Columns of categories as text."""
+    return _read(frame, gaps, labels_of, "text", lambda values: np.ones(len(values), dtype=bool))
 
 
-def _truths(values: Values) -> Floats:
+def _truths(column: Any) -> Floats:
     words = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
-    return np.array([words.get(label(value).strip().lower(), np.nan) for value in values.raw])
+    return np.array([words.get(str(label).strip().lower(), np.nan) for label in labels_of(column)])
 
 
-def _indicators(column: Column, values: Values, where: str) -> tuple[Floats, str]:
-    found = values.labels()
-    if column.fill is not None:
-        found[values.missing] = column.fill
-    place = {value: index for index, value in enumerate(column.categories)}
-    indices = np.array([-1 if value is None else place.get(value, -1) for value in found], dtype=int)
-    part = np.zeros((len(found), len(place)))
-    part[np.flatnonzero(indices >= 0), indices[indices >= 0]] = 1
-    empty = np.array([value is None for value in found], dtype=bool)
-    part[empty] = np.nan
-    new = (indices < 0) & ~empty
-    if not new.any():
-        return part, ""
-    row = int(np.flatnonzero(new)[0])
-    return part, (
-        f"Column {column.name!r}: {counted(int(new.sum()), 'row')} of {where} {'has' if new.sum() == 1 else 'have'} a "
-        f"value that the training rows lack ({short(found[row])} in row {row + 1}); all of its indicators are 0 there. "
-        f"Known are {listed(column.categories)}."
+def _read(frame: Any, gaps: bool, read: Callable[[Any], Any], needed: str, legal: Callable[[Any], Mask]) -> Any:
+    parts = []
+    for name, column in frame.items():
+        empty = column.isna().to_numpy(dtype=bool)
+        if empty.any() and not gaps:
+            raise BilevelError(
+                f"Column {name!r} has no value in {counted(int(empty.sum()), 'row')}, first in row "
+                f"{first_row(column, empty)}, and the model was trained without empty fields. Fill "
+                "them in, or train the model with --missing median."
+            )
+        values = read(column)
+        if (bad := ~legal(values) & ~empty).any():
+            raise BilevelError(
+                f"Column {name!r}: {first_of(column, bad)} is not {needed}, which the model needs there."
+            )
+        parts.append(values)
+    return np.stack(parts, axis=1)
+
+
+def indicator_name(column: str, value: Any) -> str:
+    return f"{column}={value}"
+
+
+def column_transformer(kinds: Mapping[str, FeatureKind], fill: bool) -> ColumnTransformer:
+    """How columns become features: numbers and truth values as they are, categories as one indicator for each value,
+    and dates as days since 1970, month, weekday and hour.
+
+    A column with two categories gets one indicator. With `fill`, empty fields become the median or the commonest value
+    of the training rows; without, they are refused.
+    """
+
+    def part(
+        read: Callable[..., Any], strategy: str, more: Mapping[str, Any] | None = None, **encoder: Any
+    ) -> Pipeline:
+        reader = FunctionTransformer(read, kw_args={"gaps": fill, **(more or {})}, feature_names_out="one-to-one")
+        imputer = {"fill": SimpleImputer(strategy=strategy, keep_empty_features=True)} if fill else {}
+        return Pipeline([*{"read": reader, **imputer, **encoder}.items()])
+
+    encoder = OneHotEncoder(
+        drop="if_binary", handle_unknown="ignore", sparse_output=False, feature_name_combiner=indicator_name
     )
+    parts: dict[FeatureKind, Pipeline] = {
+        "numbers": part(as_numbers, "median"),
+        "truth values": part(as_truths, "most_frequent"),
+        "categories": part(as_labels, "most_frequent", encode=encoder),
+    }
+    expand = FunctionTransformer(calendar, feature_names_out=calendar_names)
+    parts |= {order: part(as_dates, "median", {"order": order}, expand=expand) for order in get_args(DateOrder)}
+    names = {kind: [name for name, held in kinds.items() if held == kind] for kind in parts}
+    return ColumnTransformer(
+        [(kind, parts[kind], names[kind]) for kind in parts if names[kind]], verbose_feature_names_out=False
+    )
+
+
+def readable_columns(kinds: Mapping[str, FeatureKind], frame: Any, gaps: bool) -> Any:
+    """The columns for a model that takes categories and gaps as they are: numbers, text, and the parts of dates."""
+    found: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        one = frame[[name]]
+        if kind in ("dates", "day-first dates", "month-first dates"):
+            parts = calendar(np.nan_to_num(as_dates(one, gaps, kind)))
+            parts[one[name].isna().to_numpy(dtype=bool)] = np.nan
+            found |= dict(zip(calendar_names(None, [name]), parts.T, strict=True))
+        elif kind == "numbers":
+            found[name] = as_numbers(one, gaps)[:, 0]
+        else:
+            found[name] = as_labels(one, gaps)[:, 0]
+    return type(frame)(found, index=frame.index)
+
+
+def preprocessing(kinds: Mapping[str, FeatureKind], fill: bool) -> Pipeline:
+    """Features from columns; those that are constant over the training rows are left out, the others standardised."""
+    return Pipeline(
+        [
+            ("columns", column_transformer(kinds, fill)),
+            ("varying", VarianceThreshold()),
+            ("scale", StandardScaler()),
+        ]
+    )
+
+
+def transformed(steps: Pipeline, frame: Any) -> Floats:
+    """The features of a table. A category that the training rows lack is all zeros; a note says so, not a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found unknown categories")
+        return np.asarray(steps.transform(frame))
+
+
+def outputs(estimator: Any, X: Any) -> Floats:
+    """Probabilities of a classifier, numbers of a regressor."""
+    return np.asarray(estimator.predict_proba(X) if hasattr(estimator, "predict_proba") else estimator.predict(X))
+
+
+def described(transformer: ColumnTransformer) -> list[dict[str, Any]]:
+    """What a fitted ColumnTransformer learned of every column, as plain data: name, kind, fill value, categories, and
+    the category without an indicator."""
+    found = []
+    for kind, _, names in transformer.transformers:
+        steps = transformer.named_transformers_[kind].named_steps
+        for place, name in enumerate(names):
+            fill = steps["fill"].statistics_[place] if "fill" in steps else None
+            one = {"name": name, "kind": kind, "fill": fill if kind == "categories" or fill is None else float(fill)}
+            if kind == "categories":
+                values = steps["encode"].categories_[place].tolist()
+                one |= {"categories": values, "without_indicator": values[0] if len(values) == 2 else None}
+            found.append(one)
+    return found
+
+
+def columns_of_features(steps: Pipeline) -> list[str]:
+    """The column that every feature comes from."""
+    owners = []
+    for one in described(steps["columns"]):
+        count = len(PARTS) if one["kind"] in get_args(DateOrder) else 1
+        if "categories" in one:
+            count = len(one["categories"]) - (one["without_indicator"] is not None)
+        owners += [one["name"]] * count
+    return np.array(owners, dtype=object)[steps["varying"].get_support()].tolist()

@@ -1,90 +1,96 @@
-"""Groups of features that share a penalty."""
+"""Groups of columns whose features share a penalty."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bilevel.errors import BilevelError
-from bilevel.tabular.columns import Column
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.words import listed
 
 
-def read_groups(rule: str, columns: Sequence[Column]) -> tuple[list[str], NDArray[np.int64]]:
-    """The names of the groups, and the group of every feature.
-
-    The indicators of a categorical column are always in one group, its column's.
+def column_groups(rules: Sequence[str], columns: Sequence[str], others: Sequence[str] = ()) -> dict[str, str]:
+    """The group of every column.
 
     Args:
-        rule: "columns" (each column is a group), "prefix" (the name up to its first _, - or .), a JSON file
+        rules: "columns" (each column is a group), "prefix" (the name up to its first _, - or .), a JSON file
             `{"group": ["column", …]}` or `{"column": "group"}`, or a CSV file with the columns `column` and `group`.
-        columns: of the table.
+            Or several `pattern=name`: columns whose names match the pattern, in which * stands for anything; the first
+            that matches counts, and columns that none matches are the group "other".
+        columns: those that features come from.
+        others: columns of the table that a file may name as well, without effect.
 
-    >>> names, ids = read_groups("prefix", [Column(name, "number") for name in ("size_x", "age", "size_y")])
-    >>> names, ids.tolist()
-    (['size', 'age'], [0, 1, 0])
+    >>> column_groups(["prefix"], ["size_x", "age", "size_y"])
+    {'size_x': 'size', 'age': 'age', 'size_y': 'size'}
+    >>> column_groups(["gene_*=genes", "*age*=person"], ["gene_1", "age", "gene_2", "dose"])
+    {'gene_1': 'genes', 'age': 'person', 'gene_2': 'genes', 'dose': 'other'}
     """
+    if any("=" in rule for rule in rules):
+        return _from_patterns(rules, columns)
+    if len(rules) > 1:
+        raise BilevelError(f"--group {rules[1]} comes after --group {rules[0]}; several are for PATTERN=NAME alone.")
+    rule = rules[0]
     if rule == "columns":
-        chosen = {column.name: column.name for column in columns}
-    elif rule == "prefix":
-        chosen = {column.name: _prefix(column.name) for column in columns}
-    else:
-        chosen = _from_file(Path(rule))
-        _check(rule, chosen, [column.name for column in columns])
-    names = list(dict.fromkeys(chosen[column.name] for column in columns))
-    place = {name: number for number, name in enumerate(names)}
-    return names, np.array([place[chosen[column.name]] for column in columns for _ in column.features], dtype=np.int64)
+        return {name: name for name in columns}
+    if rule == "prefix":
+        return {name: re.split(r"(?<=.)[_.-]", name, maxsplit=1)[0] for name in columns}
+    groups = _from_file(Path(rule))
+    if without := [name for name in columns if name not in groups]:
+        raise BilevelError(f"--group {rule} has no group for column{'s' * (len(without) > 1)} {listed(without)}.")
+    if extra := [name for name in groups if name not in {*columns, *others}]:
+        raise BilevelError(
+            f"--group {rule} names {listed(extra)}, not among the columns of the table: {listed(others or columns)}."
+        )
+    return groups
 
 
-def _prefix(name: str) -> str:
-    cut = min((place for mark in "_-." if (place := name.find(mark)) > 0), default=len(name))
-    return name[:cut]
+def _from_patterns(rules: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for rule in rules:
+        pattern, mark, group = rule.rpartition("=")
+        if not (mark and pattern and group):
+            raise BilevelError(f"--group {rule} is not PATTERN=NAME, as in --group 'gene_*=genes'.")
+        matching = [name for name in columns if fnmatch.fnmatchcase(name, pattern)]
+        if not matching:
+            raise BilevelError(f"--group {rule} matches no feature column; there are {listed(columns)}.")
+        for name in matching:
+            found.setdefault(name, group)
+    return {name: found.get(name, "other") for name in columns}
 
 
 def _from_file(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise BilevelError(f"--groups {path} is not a file; write FILE.csv, FILE.json, prefix or columns.")
+        raise BilevelError(f"--group {path} is not a file; write PATTERN=NAME, FILE.csv, FILE.json, prefix or columns.")
     if path.suffix.lower() == ".json":
         return _from_json(path)
     frame = read_table(path, as_text=True).frame
     if not {"column", "group"} <= set(frame.columns):
         raise BilevelError(
-            f"--groups {path} has the columns {listed(frame.columns)}; it needs 'column' and 'group', a row per column."
+            f"--group {path} has the columns {listed(frame.columns)}; it needs 'column' and 'group', a row per column."
         )
-    return _mapped(path, zip(frame["column"], frame["group"], strict=True))
+    return _one_group_each(path, zip(frame["column"], frame["group"], strict=True))
 
 
 def _from_json(path: Path) -> dict[str, str]:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise BilevelError(f"--groups {path} is not valid JSON ({error}).") from error
+        raise BilevelError(f"--group {path} is not valid JSON ({error}).") from error
     if isinstance(found, Mapping) and all(isinstance(value, list) for value in found.values()):
-        return _mapped(path, ((str(name), group) for group, names in found.items() for name in names))
+        return _one_group_each(path, ((name, group) for group, names in found.items() for name in names))
     if isinstance(found, Mapping) and all(isinstance(value, (str, int)) for value in found.values()):
         return {name: str(group) for name, group in found.items()}
-    raise BilevelError(f'--groups {path} must hold {{"group": ["column", …], …}} or {{"column": "group", …}}.')
+    raise BilevelError(f'--group {path} must hold {{"group": ["column", …], …}} or {{"column": "group", …}}.')
 
 
-def _mapped(path: Path, pairs: Any) -> dict[str, str]:
+def _one_group_each(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for name, group in pairs:
         if chosen.setdefault(str(name), str(group)) != str(group):
-            raise BilevelError(f"--groups {path} puts column {name!r} into two groups, {chosen[name]!r} and {group!r}.")
+            raise BilevelError(f"--group {path} puts column {name!r} into two groups, {chosen[name]!r} and {group!r}.")
     return chosen
-
-
-def _check(rule: str, chosen: Mapping[str, str], columns: Sequence[str]) -> None:
-    if without := [name for name in columns if name not in chosen]:
-        raise BilevelError(f"--groups {rule} has no group for column{'s' * (len(without) > 1)} {listed(without)}.")
-    if extra := [name for name in chosen if name not in columns]:
-        raise BilevelError(
-            f"--groups {rule} names {listed(extra)}, not among the columns that the features come from: "
-            f"{listed(columns)}."
-        )

@@ -1,33 +1,45 @@
-"""A tuned model: from a table to predictions, and to a file and back. Nothing is ever pickled."""
+"""A tuned model of a table: a fitted scikit-learn pipeline, saved as numbers and text. Nothing is ever pickled."""
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.pipeline import Pipeline
 
+from bilevel import extras
 from bilevel.errors import BilevelError
-from bilevel.tabular.columns import Column, encode
-from bilevel.tabular.target import Model, Target
-from bilevel.tabular.values import Floats, Mask
-from bilevel.tabular.words import listed
+from bilevel.tabular.columns import described, outputs, preprocessing, transformed
+from bilevel.tabular.dates import DateOrder
+from bilevel.tabular.fitting import make_estimator
+from bilevel.tabular.settings import ModelKind
+from bilevel.tabular.values import Floats, first_row, labels_of
+from bilevel.tabular.words import counted, listed
+from bilevel.training.files import read_tensors, write_tensors
 
-KIND, VERSION = "table model", 1
+KIND, VERSION = "table model", 3
 FILE = "model.safetensors"
-ARRAYS = ("coefficients", "intercept", "mean", "scale", "penalty")
+# The attributes of the pipeline's steps that are saved as arrays.
+LEARNED = [
+    ("varying", "variances_"),
+    *(("scale", name) for name in ("mean_", "var_", "scale_")),
+    *(("model", name) for name in ("coef_", "intercept_", "alpha_")),
+]
 
 
 @dataclass(frozen=True)
-class Predictions:
+class TablePredictions:
     """Predictions for the rows of a table, in their order.
 
     Args:
-        values: numbers, or class names; None in rows with an empty field that nothing fills.
-        probabilities: rows × classes, for a model of classes.
-        notes: what was done on the way, one sentence each.
+        values: numbers, or class names; None in rows with an empty field that the model cannot fill in.
+        probabilities: rows × classes, for a model of classes; NaN where there is no prediction.
+        notes: what was done with unusual fields, one sentence each.
     """
 
     values: list[Any]
@@ -37,49 +49,53 @@ class Predictions:
 
 @dataclass(frozen=True)
 class TableModel:
-    """A linear model of a table's columns, whose features are standardised: z = (x − mean) / scale.
+    """A fitted pipeline and what belongs to it.
 
     Args:
+        pipeline: the steps `columns` (a ColumnTransformer), `varying`, `scale` and `model` (an estimator of
+            `bilevel.estimators`). It takes DataFrames as pandas reads them.
         model: ridge, elastic-net or logistic.
-        target: what it predicts.
-        columns: how columns become features.
-        coefficients: outputs × features, of standardised features; one output for a number or two classes.
-        intercept: one for each output.
-        mean: of every feature, over the training rows.
-        scale: their standard deviations; 1 for a feature that is constant there.
-        penalty: of every standardised feature; NaN for a constant one.
+        target: the column that it predicts.
         missing: the setting it was trained with.
-        facts: where it comes from, for people.
+        settings: arguments of `make_estimator`.
+        facts: where it comes from.
     """
 
-    model: Model
-    target: Target
-    columns: tuple[Column, ...]
-    coefficients: Floats
-    intercept: Floats
-    mean: Floats
-    scale: Floats
-    penalty: Floats
+    pipeline: Pipeline
+    model: ModelKind
+    target: str
     missing: str = "error"
+    settings: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def columns(self) -> list[str]:
+        """The columns that features come from."""
+        return [one["name"] for one in described(self.pipeline["columns"])]
+
+    @property
+    def classes(self) -> list[str]:
+        return list(self.pipeline[-1].classes_) if self.model == "logistic" else []
+
+    @property
     def features(self) -> list[str]:
-        return [feature for column in self.columns for feature in column.features]
+        return list(self.pipeline[:-1].get_feature_names_out())
 
-    def scores(self, features: Floats) -> Floats:
-        """The linear predictor, rows × outputs, of features as they are in the table."""
-        return (features - self.mean) / self.scale @ self.coefficients.T + self.intercept
+    @property
+    def coefficients(self) -> Floats:
+        """Of standardised features, outputs × features; one output for a number or two classes."""
+        return np.atleast_2d(self.pipeline[-1].coef_)
 
-    def probabilities(self, features: Floats) -> Floats:
-        """Of every class, rows × classes."""
-        scores = self.scores(features)
-        if len(self.target.classes) == 2:
-            scores = np.concatenate([np.zeros_like(scores), scores], axis=1)
-        shifted = np.exp(scores - scores.max(1, keepdims=True))
-        return shifted / shifted.sum(1, keepdims=True)
+    @property
+    def penalty(self) -> Floats:
+        """Of every standardised feature."""
+        return np.broadcast_to(self.pipeline[-1].alpha_, self.coefficients.shape[1])
 
-    def predict(self, frame: Any, where: str = "the table") -> Predictions:
+    def outputs(self, frame: Any) -> Floats:
+        """Numbers, or probabilities, rows × classes."""
+        return outputs(self.pipeline[-1], transformed(self.pipeline[:-1], frame))
+
+    def predict(self, frame: Any, where: str = "the table") -> TablePredictions:
         """Predictions for a DataFrame.
 
         Args:
@@ -87,62 +103,78 @@ class TableModel:
             where: what the frame is called in messages.
         """
         self._check_columns(list(frame.columns), where)
-        # A model whose training left rows with empty fields out has nothing to say about such rows.
-        features, notes = encode(frame, self.columns, where, gaps=self.missing == "drop")
-        known: Mask = np.asarray(~np.isnan(features).any(1))
-        if not known.all():
-            first = int(np.flatnonzero(~known)[0]) + 1
-            notes.append(
-                f"{int((~known).sum())} of {len(known)} rows have empty fields (first row {first}) and get no "
-                "prediction: the model was trained with --missing drop."
-            )
-        used = {column.name for column in self.columns} | {self.target.name, self.facts.get("weights")}
+        notes = field_notes(self.pipeline, frame, where)
+        used = {*self.columns, self.target, self.facts.get("weights")}
         if extra := [name for name in frame.columns if name not in used]:
             notes.append(f"Columns of {where} that the model does not use: {listed(extra)}.")
-        filled = np.where(known[:, None], features, self.mean)
-        if not self.target.classes:
-            numbers = self.scores(filled)[:, 0]
-            return Predictions([float(v) if k else None for v, k in zip(numbers, known, strict=True)], None, notes)
-        chances = self.probabilities(filled)
-        names = [self.target.classes[index] for index in chances.argmax(1)]
-        chances[~known] = np.nan
-        return Predictions([name if k else None for name, k in zip(names, known, strict=True)], chances, notes)
+        known = np.ones(len(frame), dtype=bool)
+        if self.missing == "drop":
+            known = frame[self.columns].notna().all(axis=1).to_numpy(dtype=bool)
+        if not known.all():
+            notes.append(
+                f"{int((~known).sum())} of {len(known)} rows have empty fields (first row "
+                f"{first_row(frame, ~known)}) and get no prediction: the model's training left such rows out."
+            )
+        classes = np.array(self.classes, dtype=object)
+        found = np.full((len(frame), len(classes)) if len(classes) else len(frame), np.nan)
+        if known.any():
+            found[known] = self.outputs(frame[known])
+        values: NDArray[Any] = np.full(len(frame), None, dtype=object)
+        values[known] = classes[found[known].argmax(1)] if len(classes) else found[known]
+        return TablePredictions(values.tolist(), found if len(classes) else None, notes)
 
     def _check_columns(self, there: list[str], where: str) -> None:
-        absent = [column.name for column in self.columns if column.name not in there]
-        if not absent:
-            return
-        near = {name: difflib.get_close_matches(name, there, 1, 0.75) for name in absent}
-        hints = [f"{match[0]!r} is near {name!r}" for name, match in near.items() if match]
-        plural = "s" if len(absent) > 1 else ""
-        raise BilevelError(
-            f"{where} lacks the column{plural} {listed(absent)}, which the model was trained on"
-            f"{' (' + ', '.join(hints[:3]) + ')' if hints else ''}. It has {listed(there)}."
-        )
+        if absent := [name for name in self.columns if name not in there]:
+            near = [(name, match) for name in absent for match in difflib.get_close_matches(name, there, 1, 0.75)]
+            hints = ", ".join(f"{match!r} is near {name!r}" for name, match in near[:3])
+            raise BilevelError(
+                f"{where} lacks the column{'s' * (len(absent) > 1)} {listed(absent)}, which the model was trained on"
+                f"{f' ({hints})' if hints else ''}. It has {listed(there)}."
+            )
 
     def save(self, path: Path) -> None:
         """Write one safetensors file: the arrays, and everything else as JSON in its metadata."""
-        import torch
-
-        from bilevel.training.files import write_tensors
-
         facts = {
             "kind": KIND,
             "version": VERSION,
             "model": self.model,
-            "target": self.target.name,
-            "classes": list(self.target.classes),
-            "columns": [column.plain() for column in self.columns],
+            "target": self.target,
+            "classes": self.classes,
+            "columns": described(self.pipeline["columns"]),
             "missing": self.missing,
+            "settings": self.settings,
             "facts": self.facts,
         }
-        write_tensors(path, {name: torch.from_numpy(np.array(getattr(self, name))) for name in ARRAYS}, facts)
+        arrays = {f"{step}.{name}": getattr(self.pipeline[step], name) for step, name in LEARNED}
+        write_tensors(path, {name: torch.tensor(array, dtype=torch.float64) for name, array in arrays.items()}, facts)
+
+
+def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
+    """A note for every column with filled fields, and for every column with categories that the training rows lack."""
+    notes = []
+    for one in described(pipeline["columns"]):
+        name, column, known = one["name"], frame[one["name"]], set(one.get("categories", ()))
+        if one["fill"] is not None and (empty := int(column.isna().sum())):
+            value = f"{one['fill']:.6g}" if isinstance(one["fill"], float) else repr(one["fill"])
+            if one["kind"] in get_args(DateOrder):
+                value = str(np.datetime64(int(one["fill"]), "D"))
+            notes.append(
+                f"Column {name!r}: {counted(empty, 'empty field')} of {where} filled with {value}, "
+                f"{'the commonest value' if one['kind'] in ('truth values', 'categories') else 'the median'} of the "
+                "training rows."
+            )
+        if known and (new := [label for label in labels_of(column) if isinstance(label, str) and label not in known]):
+            same = f", as for {one['without_indicator']!r}" if one["without_indicator"] is not None else ""
+            notes.append(
+                f"Column {name!r}: {counted(len(new), 'row')} of {where} {'has' if len(new) == 1 else 'have'} a value "
+                f"that the training rows lack, such as {new[0]!r}; all of its indicators are 0 there{same}. Known are "
+                f"{listed(one['categories'])}."
+            )
+    return notes
 
 
 def load(path: Path | str) -> TableModel:
-    """Read a model from its file, or from the folder of `bilevel tune`."""
-    from bilevel.training.files import read_tensors
-
+    """Read a model from its file, or from the folder of `bilevel tune`; its `pipeline` is ready to predict."""
     place = Path(path)
     file = place / FILE if place.is_dir() else place
     if not file.is_file():
@@ -160,17 +192,40 @@ def load(path: Path | str) -> TableModel:
             "release that wrote it, or tune again."
         )
     try:
-        columns = tuple(Column.of(plain) for plain in facts["columns"])
-        target = Target(facts["target"], tuple(facts["classes"]))
-        arrays = {name: tensors[name].double().numpy() for name in ARRAYS}
-        model = TableModel(
-            facts["model"], target, columns, **arrays, missing=facts["missing"], facts=dict(facts["facts"])
-        )
-    except (KeyError, TypeError) as error:
-        raise BilevelError(f"{file} is damaged: {error} is missing or of another kind.") from error
-    width, outputs = len(model.features), len(target.classes) if len(target.classes) > 2 else 1
-    shapes = {"coefficients": (outputs, width), "intercept": (outputs,)} | dict.fromkeys(ARRAYS[2:], (width,))
-    for name, shape in shapes.items():
-        if arrays[name].shape != shape:
-            raise BilevelError(f"{file} is damaged: {name} has the shape {arrays[name].shape}, not {shape}.")
-    return model
+        pipeline = _rebuilt(facts, tensors)
+        model, target, missing, settings = (facts[name] for name in ("model", "target", "missing", "settings"))
+        return TableModel(pipeline, model, target, missing, settings, dict(facts["facts"]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise BilevelError(f"{file} is damaged: {error}.") from error
+
+
+def _rebuilt(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Pipeline:
+    """The pipeline, from what each step learned. Only documented attributes of scikit-learn's classes are set."""
+    columns, example = facts["columns"], _example_table(facts["columns"])
+    steps = preprocessing({one["name"]: one["kind"] for one in columns}, facts["missing"] == "median")
+    pipeline = Pipeline([*steps.steps, ("model", make_estimator(facts["model"], **facts["settings"]))])
+    for step, name in LEARNED:
+        array = tensors[f"{step}.{name}"].numpy()
+        setattr(pipeline[step], name, array if array.ndim else float(array))
+    if facts["model"] == "logistic":
+        pipeline["model"].classes_ = np.array(facts["classes"], dtype=object)
+    pipeline["columns"].fit(example)
+    pipeline["varying"].n_features_in_ = len(pipeline["varying"].variances_)
+    pipeline["scale"].n_features_in_ = pipeline["model"].n_features_in_ = int(pipeline["varying"].get_support().sum())
+    pipeline.predict(example)  # fails if the shapes of the arrays do not fit each other
+    return pipeline
+
+
+def _example_table(columns: list[dict[str, Any]]) -> Any:
+    """A table from which a ColumnTransformer learns the given medians, commonest values and categories."""
+    pandas = extras.load("pandas", extra="table", purpose="A model of a table")
+    rows = 1 + max(len(one.get("categories", ())) for one in columns)
+    content: dict[str, list[Any]] = {}
+    for one in columns:
+        known = one.get("categories", [])
+        common = one["fill"] if one["fill"] is not None else known[0] if known else 0.0
+        if one["kind"] in get_args(DateOrder):
+            common = pandas.Timestamp(0) + pandas.Timedelta(days=common)
+        # Every category once, and the commonest value in all other rows, which are two at least with its own.
+        content[one["name"]] = [*known, *[common] * (rows - len(known))]
+    return pandas.DataFrame(content)

@@ -1,41 +1,47 @@
-"""Reading a table: CSV in its dialects, or Parquet. The file is opened for reading once and never touched."""
+"""Reading a table: CSV in its dialects, Parquet, also compressed with gzip, or Excel. The file is never written to."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
+import re
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bilevel import extras
 from bilevel.errors import BilevelError
-from bilevel.tabular._packages import package
 from bilevel.tabular.words import listed
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 HEAD = 30  # lines that the separator is guessed from
 # The first bytes of files that are often taken for tables.
 FOREIGN = {
-    b"PK\x03\x04": "a zip archive, perhaps an Excel workbook",
+    b"PK\x03\x04": "a zip archive",
     b"\xd0\xcf\x11\xe0": "an old Excel workbook",
-    b"\x1f\x8b": "compressed with gzip",
     b"ARROW1": "an Arrow or Feather file",
     b"SQLite": "an SQLite database",
     b"\x89HDF": "an HDF5 file",
 }
+# pandas' message about a line with more fields than the header.
+RAGGED = re.compile(r"Expected (\d+) fields in line (\d+), saw (\d+)")
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """A table as it was read.
 
     Args:
         path: the file.
         frame: its content as a pandas DataFrame with the index 0, 1, ….
-        sha256: of the file's bytes, so that a result knows its data again.
-        kind: "CSV" or "Parquet".
+        sha256: of the file's bytes, so that the same file is recognised.
+        kind: "CSV", "Parquet" or "Excel".
         separator: between the fields of a CSV file.
     """
 
@@ -55,38 +61,57 @@ def read_table(
     *,
     separator: str | None = None,
     decimal: str = ".",
+    thousands: str | None = None,
     encoding: str | None = None,
+    sheet: str | None = None,
     as_text: bool = False,
-) -> Table:
-    """Read a CSV or Parquet file, told apart by its first bytes and not by its name.
+) -> DataTable:
+    """Read a CSV, Parquet or Excel file, recognised by its first bytes and not by its name.
 
     Args:
         path: the file.
         separator: between the fields of a CSV file; guessed from its first lines if not given.
         decimal: the decimal mark of a CSV file.
+        thousands: between the thousands of a CSV file's numbers.
         encoding: of a CSV file; UTF-8, with or without a byte order mark, if not given.
+        sheet: of an Excel workbook; it is needed if there are several.
         as_text: leave every field of a CSV file as it is written.
     """
     place = Path(path)
     content = _bytes(place)
     digest = hashlib.sha256(content).hexdigest()
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise BilevelError(f"{place} begins like a gzip file but cannot be decompressed: {error}.") from error
     if content[:4] == b"PAR1":
-        return Table(place, _parquet(place, content), digest, "Parquet")
+        return DataTable(place, _parquet(place, content), digest, "Parquet")
+    if content[:4] == b"PK\x03\x04" and b"xl/workbook" in content:
+        return DataTable(place, _excel(place, content, sheet), digest, "Excel")
     for start, what in FOREIGN.items():
         if content.startswith(start):
-            raise BilevelError(f"{place} is {what}. Save the table as CSV or Parquet, and pass that file.")
+            raise BilevelError(f"{place} is {what}. Save the table as CSV, Parquet or Excel, and pass that file.")
     text = _decoded(place, content, encoding)
-    used = _separator(place, text, separator)
-    return Table(place, _csv(place, text, used, decimal, as_text), digest, "CSV", used)
+    used = _separator(text, separator)
+    options = {"decimal": decimal, "thousands": thousands}
+    for name, mark in options.items():
+        if mark is not None and len(mark) != 1:
+            raise BilevelError(f"--{name} {mark!r} is not one character; write '.', ',' or another.")
+    if decimal == thousands:
+        raise BilevelError(f"--decimal and --thousands are both {decimal!r}; write two different characters.")
+    if used == decimal and separator is None and decimal != ".":
+        used = ";"  # a comma cannot be both
+    return DataTable(place, _csv(place, text, used, options, as_text), digest, "CSV", used)
 
 
 def _bytes(path: Path) -> bytes:
     if path.is_dir():
-        raise BilevelError(f"{path} is a folder; pass a CSV or Parquet file.")
+        raise BilevelError(f"{path} is a folder; pass a CSV, Parquet or Excel file.")
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise BilevelError(f"There is no file {path}; pass a CSV or Parquet file.") from error
+        raise BilevelError(f"There is no file {path}; pass a CSV, Parquet or Excel file.") from error
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not content.strip():
@@ -95,8 +120,8 @@ def _bytes(path: Path) -> bytes:
 
 
 def _parquet(path: Path, content: bytes) -> Any:
-    package("pandas", "Reading a table")
-    parquet = package("pyarrow.parquet", "Reading Parquet")
+    extras.require("pandas", extra="table", purpose="Reading a table")
+    parquet = extras.load("pyarrow.parquet", extra="table", purpose="Reading Parquet")
     try:
         read = parquet.read_table(io.BytesIO(content))
         _check_names(path, read.schema.names)
@@ -107,6 +132,26 @@ def _parquet(path: Path, content: bytes) -> Any:
         raise BilevelError(f"{path} begins like a Parquet file but cannot be read: {_first_line(error)}") from error
     # An index with a name is a column of the file; one without counts the rows.
     return _checked(path, frame.reset_index(drop=all(name is None for name in frame.index.names)))
+
+
+def _excel(path: Path, content: bytes, sheet: str | None) -> Any:
+    pandas = extras.load("pandas", extra="table", purpose="Reading a table")
+    extras.require("openpyxl", extra="table", purpose="Reading Excel")
+    try:
+        with pandas.ExcelFile(io.BytesIO(content), engine="openpyxl") as book:
+            names = book.sheet_names
+            if sheet is None and len(names) > 1:
+                raise BilevelError(f"{path} has {len(names)} sheets; write --sheet with one of {listed(names)}.")
+            if sheet is not None and sheet not in names:
+                raise BilevelError(f"--sheet {sheet!r} is not in {path}; it has {listed(names)}.")
+            head = pandas.read_excel(book, sheet_name=sheet or 0, header=None, nrows=1)
+            _check_names(path, [str(name) for name in (head.iloc[0].dropna() if len(head) else ())])
+            frame = pandas.read_excel(book, sheet_name=sheet or 0)
+    except BilevelError:
+        raise
+    except Exception as error:  # openpyxl raises what its XML parsers raise
+        raise BilevelError(f"{path} begins like an Excel workbook but cannot be read: {_first_line(error)}") from error
+    return _checked(path, frame)
 
 
 def _decoded(path: Path, content: bytes, encoding: str | None) -> str:
@@ -125,7 +170,7 @@ def _decoded(path: Path, content: bytes, encoding: str | None) -> str:
     return text.removeprefix("\N{BYTE ORDER MARK}")
 
 
-def _separator(path: Path, text: str, given: str | None) -> str:
+def _separator(text: str, given: str | None) -> str:
     """The separator that cuts the first lines into equally many fields, as many as possible."""
     if given is not None:
         used = {"tab": "\t", r"\t": "\t", **{word: mark for mark, word in SEPARATORS.items()}}.get(given, given)
@@ -141,29 +186,23 @@ def _separator(path: Path, text: str, given: str | None) -> str:
 
 
 def _rows(text: str, separator: str, count: int) -> list[list[str]]:
-    """The first records, as many as the start of the file surely holds whole."""
-    found: list[list[str]] = []
+    """The first records that are not empty."""
     try:
-        for row in csv.reader(io.StringIO(text), delimiter=separator):
-            if row:
-                found.append(row)
-            if len(found) == count:
-                break
-    except csv.Error:
-        return found
-    return found
+        return list(islice(filter(None, csv.reader(io.StringIO(text), delimiter=separator)), count))
+    except csv.Error:  # the separator does not fit the quotes; pandas names the line when it reads the file
+        return []
 
 
-def _csv(path: Path, text: str, separator: str, decimal: str, as_text: bool) -> Any:
-    pandas = package("pandas", "Reading a table")
-    head = _rows(text, separator, 2)
-    _check_names(path, head[0] if head else [])
+def _csv(path: Path, text: str, separator: str, marks: dict[str, Any], as_text: bool) -> Any:
+    pandas = extras.load("pandas", extra="table", purpose="Reading a table")
+    head = _rows(text, separator, 2) or [[]]
+    _check_names(path, head[0])
     if len(head) > 1 and len(head[1]) > len(head[0]):
         raise BilevelError(
             f"{path}: the first row has {len(head[1])} fields and the header {len(head[0])} (separator "
             f"{SEPARATORS.get(separator, separator)!r}). Name every column in the header, or pass --separator."
         )
-    options: dict[str, Any] = {"sep": separator, "decimal": decimal, "index_col": False, "low_memory": False}
+    options: dict[str, Any] = {"sep": separator, **marks, "index_col": False, "low_memory": False}
     if as_text:
         options |= {"dtype": str, "keep_default_na": False}
     # In a file of one column an empty line is an empty field; in others it is nothing.
@@ -171,18 +210,36 @@ def _csv(path: Path, text: str, separator: str, decimal: str, as_text: bool) -> 
     try:
         frame = pandas.read_csv(io.StringIO(text), **options)
     except Exception as error:  # pandas raises what its parsers raise
+        if ragged := RAGGED.search(str(error)):
+            fields, line, saw = ragged.groups()
+            raise BilevelError(
+                f"{path}: line {line} has {saw} fields and the header {fields} (separator "
+                f"{SEPARATORS.get(separator, separator)!r}). Quote fields that hold the separator."
+            ) from error
         raise BilevelError(f"{path} is not a readable CSV file: {_first_line(error)}.") from error
+    if marks["thousands"] is not None:
+        _check_thousands(path, frame, text, options)
     return _checked(path, frame)
 
 
+def _check_thousands(path: Path, frame: Any, text: str, options: dict[str, Any]) -> None:
+    """Refuse a mark that is not in front of three digits: 2.50 read with thousands="." would be 250."""
+    pandas = extras.load("pandas", extra="table", purpose="Reading a table")
+    mark, decimal = re.escape(options["thousands"]), re.escape(options["decimal"])
+    grouped = rf"\s*[+-]?\d{{1,3}}({mark}\d{{3}})*({decimal}\d*)?\s*%?\s*"
+    written = pandas.read_csv(io.StringIO(text), **options, dtype=str)
+    for name in frame.columns:
+        fields = written[name].dropna()
+        fields = fields[fields.str.contains(options["thousands"], regex=False)]
+        if pandas.api.types.is_numeric_dtype(frame[name].dtype) and (bad := ~fields.str.fullmatch(grouped)).any():
+            raise BilevelError(
+                f"{path}: {fields[bad].iloc[0]!r} in column {name!r} has {options['thousands']!r} where no thousands "
+                f"end, so --thousands {options['thousands']} does not fit this file."
+            )
+
+
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    seen: set[str] = set()
-    twice: list[str] = []
-    for name in names:
-        if name in seen and name not in twice:
-            twice.append(name)
-        seen.add(name)
-    if twice := [name for name in twice if name.strip()]:
+    if twice := [name for name, count in Counter(names).items() if count > 1 and name.strip()]:
         raise BilevelError(f"{path} has more than one column called {listed(twice)}; rename or remove all but one.")
 
 

@@ -1,96 +1,73 @@
-"""What ours is compared with: scikit-learn's own cross-validated models, and the best constant."""
+"""scikit-learn's own models, which ours are compared with."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+    RandomForestClassifier,
+    RandomForestRegressor,
+)
+from sklearn.linear_model import ElasticNetCV, LassoCV, LogisticRegressionCV, RidgeCV
 
-from bilevel.tabular.target import Model
+from bilevel.tabular.settings import ModelKind
+from bilevel.tabular.splits import Pair
 from bilevel.tabular.values import Floats
 
 # Grids wide enough that no table of standardised features has its best penalty at an end.
 RIDGE_GRID = np.logspace(-4, 6, 31)
-LOGISTIC_GRID = np.logspace(-5, 5, 31)
-NAMES: dict[Model, str] = {
-    "ridge": "RidgeCV",
-    "elastic-net": "ElasticNetCV",
-    "logistic": "LogisticRegressionCV",
-}
+LOGISTIC_GRID = np.logspace(-5, 5, 21)
+CONSTANT = {False: "mean", True: "class frequencies"}
 
 
-@dataclass(frozen=True)
-class Rival:
-    """scikit-learn's model for the same task, tuned on the same folds by its own grid search.
+def rivals(classes: bool, folds: list[Pair], seed: int, exchangeable: bool = True) -> dict[str, Any]:
+    """Estimators by name, not fitted; those with a penalty tune it on the folds.
 
     Args:
-        model: the task.
-        folds: a splitter of scikit-learn, the same that ours is tuned on.
-        l1_ratio: of the elastic net.
+        exchangeable: any row may be left out by itself; RidgeCV then uses its own, faster leave-one-out criterion.
     """
-
-    model: Model
-    folds: Any
-    l1_ratio: float = 0.5
-
-    @property
-    def name(self) -> str:
-        return NAMES[self.model]
-
-    @property
-    def grid(self) -> str:
-        """What it searched, in words."""
-        return {
-            "ridge": f"{len(RIDGE_GRID)} penalties from 1e-4 to 1e6",
-            "elastic-net": "its path of 100 penalties",
-            "logistic": f"{len(LOGISTIC_GRID)} penalties from 1e-5 to 1e5",
-        }[self.model]
-
-    def fit(self, X: Floats, y: NDArray[Any], weights: Floats | None) -> Any:
-        from sklearn import linear_model
-
-        if self.model == "ridge":
-            estimator = linear_model.RidgeCV(alphas=RIDGE_GRID, cv=self.folds, scoring="neg_mean_squared_error")
-        elif self.model == "elastic-net":
-            estimator = linear_model.ElasticNetCV(l1_ratio=self.l1_ratio, cv=self.folds, max_iter=10_000)
-        else:
-            estimator = linear_model.LogisticRegressionCV(
-                Cs=1 / LOGISTIC_GRID[::-1], cv=self.folds, scoring="neg_log_loss", max_iter=1000
-            )
-        with warnings.catch_warnings():
-            # Names of arguments that change between releases, and grid points where a solver stops early: the best
-            # point of the grid is what counts.
-            warnings.simplefilter("ignore")
-            return estimator.fit(X, y, sample_weight=weights)
-
-    def penalty(self, fitted: Any) -> float:
-        """What it chose, in the units of ours; of a penalty for each class, the geometric mean."""
-        if self.model == "logistic":
-            return float(np.exp(-np.log(np.atleast_1d(fitted.C_)).mean()))
-        return float(fitted.alpha_)
+    if classes:
+        grid = {"Cs": 1 / LOGISTIC_GRID[::-1], "scoring": "neg_log_loss", "max_iter": 1000}
+        found: dict[str, Any] = {
+            CONSTANT[True]: DummyClassifier(strategy="prior"),
+            "LogisticRegressionCV": LogisticRegressionCV(cv=folds, **grid),
+            "RandomForestClassifier": RandomForestClassifier(random_state=seed),
+            "HistGradientBoostingClassifier": HistGradientBoostingClassifier(random_state=seed),
+        }
+        return found
+    return {
+        CONSTANT[False]: DummyRegressor(),
+        "RidgeCV": RidgeCV(alphas=RIDGE_GRID, cv=None if exchangeable else folds),
+        "LassoCV": LassoCV(cv=folds, max_iter=5000),
+        "ElasticNetCV": ElasticNetCV(cv=folds, max_iter=5000),
+        "RandomForestRegressor": RandomForestRegressor(random_state=seed),
+        "HistGradientBoostingRegressor": HistGradientBoostingRegressor(random_state=seed),
+    }
 
 
-@dataclass(frozen=True)
-class Constant:
-    """The best prediction that looks at no feature: the mean, or the classes' frequencies.
+def fit_quietly(estimator: Any, X: Any, y: NDArray[Any], weights: Floats | None) -> Any:
+    """A fit without warnings of scikit-learn: arguments that are renamed between releases, points of a grid where a
+    solver stops early."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return estimator.fit(X, y) if weights is None else estimator.fit(X, y, sample_weight=weights)
 
-    >>> Constant.of(np.array([1.0, 2.0, 6.0]), None, 0).value
-    3.0
-    """
 
-    value: Any
-
-    @staticmethod
-    def of(y: NDArray[Any], weights: Floats | None, classes: int) -> Constant:
-        if not classes:
-            return Constant(float(np.average(y, weights=weights)))
-        counts = np.bincount(y, weights=weights, minlength=classes)
-        return Constant(counts / counts.sum())
-
-    def predict(self, rows: int) -> Floats:
-        if isinstance(self.value, float):
-            return np.full(rows, self.value)
-        return np.tile(self.value, (rows, 1))
+def one_penalty(
+    model: ModelKind, X: Floats, y: NDArray[Any], weights: Floats | None, folds: list[Pair], l1_ratio: float | None
+) -> tuple[str, float]:
+    """The name of scikit-learn's model with one penalty for all features, and that penalty in the units of ours."""
+    if model == "elastic-net":
+        estimator: Any = ElasticNetCV(l1_ratio=0.5 if l1_ratio is None else l1_ratio, cv=folds, max_iter=5000)
+    else:
+        estimator = rivals(model == "logistic", folds, 0)["LogisticRegressionCV" if model == "logistic" else "RidgeCV"]
+    fit_quietly(estimator, X, y, weights)
+    if model == "logistic":  # of a penalty for each class, the geometric mean
+        return "LogisticRegressionCV", float(np.exp(-np.log(np.atleast_1d(estimator.C_)).mean()))
+    return type(estimator).__name__, float(estimator.alpha_)

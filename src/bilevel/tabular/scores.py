@@ -1,82 +1,96 @@
-"""How good predictions are, and whether a difference means anything."""
+"""Errors of predictions, and whether the difference between two models is significant."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
+from sklearn.metrics import roc_auc_score
 
 from bilevel.tabular.values import Floats
 
-SURE = 0.975  # of Student's t: the 95 % interval of the mean difference
-TINY = 1e-15  # a probability below it counts as it: scikit-learn clips at the resolution of the type too
+TINY = 1e-15  # smallest probability that counts, so that the log loss is finite
+NUMBERS = {"r2": "R²", "rmse": "RMSE"}
+CLASSES = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "log_loss": "log loss"}
+
+
+def measures(classes: Sequence[str]) -> dict[str, str]:
+    """The measures of a table and their names. The last one, where less is better, is what models are compared by."""
+    return CLASSES if len(classes) else NUMBERS
+
+
+def row_losses(y: NDArray[Any], predicted: Floats, classes: Sequence[str] = ()) -> Floats:
+    """Each row's squared error, or its −log p(true class)."""
+    if not len(classes):
+        return (y - predicted) ** 2
+    codes = np.searchsorted(classes, y)
+    return -np.log(np.clip(predicted[np.arange(len(y)), codes], TINY, None))
+
+
+def table_score(
+    y: NDArray[Any], predicted: Floats, weights: Floats | None = None, classes: Sequence[str] = ()
+) -> dict[str, float]:
+    """The measures of predicted numbers, or of probabilities, rows × classes. One without a meaning is NaN, such as R²
+    where all y are equal. The AUC of several classes is the mean of one against the rest.
+
+    >>> table_score(np.array([1.0, 3.0]), np.array([1.0, 2.0]))["r2"]
+    0.5
+    >>> table_score(np.array(["a", "b"]), np.array([[0.6, 0.4], [0.5, 0.5]]), classes=["a", "b"])
+    {'accuracy': 0.5, 'balanced_accuracy': 0.5, 'auc': 1.0, 'log_loss': 0.6019864021629678}
+    """
+    weights = np.ones(len(y)) if weights is None else weights
+    loss = float(np.average(row_losses(y, predicted, classes), weights=weights))
+    if not len(classes):
+        spread = np.average((y - np.average(y, weights=weights)) ** 2, weights=weights)
+        return {"r2": float(1 - loss / spread) if spread > 0 else float("nan"), "rmse": loss**0.5}
+    codes, found = np.searchsorted(classes, y), predicted.argmax(1)
+    there, auc = np.unique(codes[weights > 0]), float("nan")
+    if len(there) == len(classes):
+        scores = predicted[:, 1] if len(classes) == 2 else predicted / predicted.sum(1, keepdims=True)
+        auc = float(roc_auc_score(codes, scores, multi_class="ovr", sample_weight=weights))
+    return {
+        "accuracy": float(np.average(found == codes, weights=weights)),
+        "balanced_accuracy": float(
+            np.mean([np.average((found == k)[codes == k], weights=weights[codes == k]) for k in there])
+        ),
+        "auc": auc,
+        "log_loss": loss,
+    }
 
 
 @dataclass(frozen=True)
-class Score:
-    """Errors on one set of rows.
+class PairedTest:
+    """A test of two models on the same folds.
 
     Args:
-        main: the root mean squared error, or the log loss: what is compared; smaller is better.
-        share: R² = 1 − Σ(y − ŷ)² / Σ(y − ȳ)², or the accuracy; larger is better. NaN where R² has no meaning.
-        losses: each row's squared error, or its −log p(true class).
-        weights: of the rows.
+        difference: the mean over folds of the first model's loss minus the second's.
+        error: the standard error of the difference.
+        p: the probability of a difference as large if the models were equally good, two-sided.
     """
 
-    main: float
-    share: float
-    losses: Floats
-    weights: Floats
+    difference: float
+    error: float
+    p: float
 
 
-def regression_score(y: Floats, predicted: Floats, weights: Floats) -> Score:
+def corrected_test(first: Floats, second: Floats, ratio: float) -> PairedTest:
+    """Nadeau and Bengio's corrected resampled t-test of the folds' losses.
+
+    t = mean(d) / √((1/J + ratio) var(d)) with J − 1 degrees of freedom, where d are the differences on J folds and
+    `ratio` is test rows over training rows. Training sets overlap, so the usual 1/J alone would call chance a
+    difference (Machine Learning 52, 2003).
+
+    >>> test = corrected_test(np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 3.0]), 0.5)
+    >>> round(test.difference, 3), round(test.error, 4), round(test.p, 3)
+    (1.0, 0.9129, 0.388)
     """
-    >>> score = regression_score(np.array([1.0, 3.0]), np.array([1.0, 2.0]), np.ones(2))
-    >>> round(score.main, 4), score.share
-    (0.7071, 0.5)
-    """
-    losses = (y - predicted) ** 2
-    mean = np.average(losses, weights=weights)
-    spread = np.average((y - np.average(y, weights=weights)) ** 2, weights=weights)
-    return Score(float(mean**0.5), float(1 - mean / spread) if spread > 0 else float("nan"), losses, weights)
-
-
-def class_score(y: NDArray[Any], probabilities: Floats, weights: Floats) -> Score:
-    """
-    >>> score = class_score(np.array([0, 1]), np.array([[0.5, 0.5], [0.5, 0.5]]), np.ones(2))
-    >>> round(score.main, 4), score.share
-    (0.6931, 0.5)
-    """
-    losses = -np.log(np.clip(probabilities[np.arange(len(y)), y], TINY, None))
-    right = probabilities.argmax(1) == y
-    return Score(float(np.average(losses, weights=weights)), float(np.average(right, weights=weights)), losses, weights)
-
-
-def verdict(ours: Score, theirs: Score, rival: str, measure: str, alike: bool) -> str:
-    """One honest sentence: whether tuning was worth it on the test rows, and how sure that is.
-
-    `alike` says that all penalties are equal already. Where the 95 % interval of the mean difference of the losses
-    holds zero, the difference is called none.
-    """
-    from scipy import stats
-
-    share = ours.weights / ours.weights.sum()
-    differences = theirs.losses - ours.losses
-    gain = float(share @ differences)
-    rows = len(differences)
-    error = float(np.sqrt(share**2 @ (differences - gain) ** 2 * rows / max(rows - 1, 1)))
-    relative = (theirs.main - ours.main) / theirs.main if theirs.main else 0.0
-    told = f"{measure} {ours.main:.4g} against {theirs.main:.4g} of {rival}"
-    if abs(relative) >= 5e-4:
-        told += f", {abs(relative):.1%} {'less' if relative > 0 else 'more'}"
-    if error > 0:
-        told += f" (the gap is {abs(gain) / error:.1f} standard errors)"
-    if abs(gain) <= stats.t.ppf(SURE, max(rows - 1, 1)) * error or gain == 0:
-        return f"No difference that {rows:,} test rows could show: {told}."
-    if gain > 0:
-        return f"Better than {rival}: {told}."
-    return f"Worse than {rival}: {told}." + (
-        "" if alike else " One shared penalty may serve this table better: --penalty shared."
-    )
+    d = first - second
+    count, mean = len(d), float(d.mean())
+    error = float(np.sqrt((1 / count + ratio) * d.var(ddof=1))) if count > 1 else float("inf")
+    if mean == 0 or not np.isfinite(error):
+        return PairedTest(mean, error, 1.0)
+    return PairedTest(mean, error, float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error > 0 else 0.0)

@@ -1,15 +1,15 @@
-"""What `tune` is asked to do."""
+"""Settings of `bilevel tune`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.target import MODELS, Model
 
-PENALTIES = ("shared", "per-feature", "groups")
-MISSING = ("error", "median", "drop")
+ModelKind = Literal["ridge", "elastic-net", "logistic"]
+PenaltySharing = Literal["shared", "per-feature", "groups"]
+MissingRule = Literal["error", "median", "drop"]
 
 
 @dataclass(frozen=True)
@@ -18,20 +18,23 @@ class TuneSettings:
 
     Args:
         target: the column to predict.
-        model: ridge, elastic-net or logistic; None chooses from the target.
-        penalty: one for all features, one for each, or one for each group of them.
-        groups: for penalty="groups": a file, "prefix" or "columns"; see `bilevel.tabular.groups`.
-        cv: folds of the cross-validation that the penalties are tuned on, inside the training rows.
-        test: the share of rows that no fit sees.
-        seed: of the split and of the folds.
+        model: None tries all of ours that can predict the target, and keeps the best.
+        classes: numbers in the target are names of classes.
+        penalty: one for all features, one for each (the default), or one for each group (the default with `group`).
+        group: which features share a penalty; see `bilevel.tabular.groups`.
+        groups: a column of labels; rows with the same label are never on both sides of a split.
+        time: a column of dates or numbers; models are fitted to earlier rows and tested on later ones.
+        cv: folds, of the cross-validation that compares models and of the one inside it that tunes them.
+        repeats: how often the comparison is repeated with other folds, if time allows.
+        minutes: how long the comparison may take.
+        seed: of the folds.
         drop: columns to leave out.
         categorical: columns to turn into indicators, whatever they hold.
         one_hot: turn every text column into indicators.
         missing: what to do with empty fields: refuse them, fill them in, or leave their rows out.
         weights: a column of sample weights.
-        l1_ratio: of the elastic net.
+        l1_ratio: of the elastic net; its default is 0.5.
         max_iter: hyperiterations at most.
-        refit: fit the saved model to all rows, with the tuned penalties.
 
     >>> TuneSettings("price", cv=1)
     Traceback (most recent call last):
@@ -39,47 +42,47 @@ class TuneSettings:
     """
 
     target: str
-    model: Model | None = None
-    penalty: Literal["shared", "per-feature", "groups"] = "per-feature"
+    model: ModelKind | None = None
+    classes: bool = False
+    penalty: PenaltySharing | None = None
+    group: tuple[str, ...] = ()
     groups: str | None = None
+    time: str | None = None
     cv: int = 5
-    test: float = 0.25
+    repeats: int = 4
+    minutes: float = 2.0
     seed: int = 0
     drop: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
     one_hot: bool = False
-    missing: Literal["error", "median", "drop"] = "error"
+    missing: MissingRule = "error"
     weights: str | None = None
-    l1_ratio: float = 0.5
+    l1_ratio: float | None = None
     max_iter: int = 100
-    refit: bool = True
 
     def __post_init__(self) -> None:
-        for name, value, legal in (
-            ("model", self.model, (None, *MODELS)),
-            ("penalty", self.penalty, PENALTIES),
-            ("missing", self.missing, MISSING),
-        ):
-            if value not in legal:
-                known = ", ".join(str(one) for one in legal if one)
-                raise BilevelError(f"--{name} {value} is not known; write one of {known}.")
+        if self.penalty is None:
+            object.__setattr__(self, "penalty", "groups" if self.group else "per-feature")
+        legal = {"model": get_args(ModelKind), "penalty": get_args(PenaltySharing), "missing": get_args(MissingRule)}
+        for name, known in legal.items():
+            value = getattr(self, name)
+            if value not in known and not (name == "model" and value is None):
+                raise BilevelError(f"--{name} {value} is not known; write one of {', '.join(known)}.")
         if self.cv < 2:
             raise BilevelError(f"--cv {self.cv} leaves nothing to validate on; write 2 or more folds.")
-        if not 0 < self.test < 1:
-            raise BilevelError(
-                f"--test {self.test:g} is not a share of the rows; write one between 0 and 1, like 0.25."
-            )
-        if not 0 < self.l1_ratio <= 1:
+        if self.repeats < 1:
+            raise BilevelError(f"--repeats {self.repeats} compares nothing; write 1 or more.")
+        if not self.minutes > 0:
+            raise BilevelError(f"--minutes {self.minutes:g} is no time; write a number above 0.")
+        if self.l1_ratio is not None and self.model != "elastic-net":
+            raise BilevelError(f"--l1-ratio {self.l1_ratio:g} is for the elastic net; write --model elastic-net too.")
+        if self.l1_ratio is not None and not 0 < self.l1_ratio <= 1:
             raise BilevelError(f"--l1-ratio {self.l1_ratio:g} is not in (0, 1]; for 0 write --model ridge.")
-        if (self.penalty == "groups") != (self.groups is not None):
-            asked = (
-                "--penalty groups needs --groups"
-                if self.groups is None
-                else f"--groups needs --penalty groups, not {self.penalty}"
-            )
-            raise BilevelError(f"{asked}: write --penalty groups --groups FILE.csv, FILE.json, prefix or columns.")
-        if self.target in (*self.drop, self.weights):
-            raise BilevelError(f"The target {self.target!r} cannot be dropped or be the weights as well.")
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+        if self.penalty == "groups" and not self.group:
+            raise BilevelError("--penalty groups needs --group PATTERN=NAME, FILE.csv, FILE.json, prefix or columns.")
+        if self.penalty != "groups" and self.group:
+            raise BilevelError(f"--group needs --penalty groups, not {self.penalty}.")
+        if self.time is not None and self.groups is not None:
+            raise BilevelError("--time and --groups are two ways to split the rows; write one of them.")
+        if self.target in (*self.drop, self.weights, self.groups, self.time):
+            raise BilevelError(f"The target {self.target!r} cannot be dropped, or be the weights, groups or time too.")

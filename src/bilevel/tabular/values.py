@@ -1,111 +1,116 @@
-"""What a column holds: numbers, truth values, text, dates, and which rows are empty."""
+"""What a column of a table holds, and its values as numbers or as text."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.tabular._packages import package
-from bilevel.tabular.words import label, short
+from bilevel import extras
+from bilevel.tabular.words import short
 
-Holds = Literal["number", "boolean", "text", "mixed", "date", "empty", "other"]
-DATE = re.compile(r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([ T]\d{1,2}:\d{2}.*)?\s*$")
-COMMA = re.compile(r"^\s*[+-]?\d+,\d+\s*$")
-LARGEST = 1e100  # squares of larger numbers add up to infinity
+ColumnKind = Literal["number", "boolean", "text", "mixed", "date", "empty", "other"]
+DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([ T]\d{1,2}:\d{2}.*)?\s*")
+COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?\s*")
+POINTS = re.compile(r"\s*[+-]?\d{1,3}(\.\d{3})*(,\d+)?\s*")
+THOUSANDS = re.compile(r"\s*[+-]?\d{1,3}(,\d{3})*(\.\d+)?\s*")
+PERCENT = re.compile(r"\s*[+-]?\d+([.,]\d+)?\s*%\s*")
+SAMPLE = 200  # values that a column of text is judged by
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Values:
-    """One column, looked at.
+def kind_of(column: Any) -> ColumnKind:
+    """What a pandas Series holds: "mixed" is text among numbers, "other" is no table's content, such as lists.
 
-    Args:
-        holds: "mixed" is text among numbers, "other" is anything a table should not hold, such as lists.
-        numbers: what can be read as a number, NaN elsewhere.
-        missing: the rows without a value.
-        raw: the values themselves.
+    >>> import pandas as pd
+    >>> [kind_of(pd.Series(values)) for values in ([1, None], ["1", "2", "x"], ["2020-01-31"], [True, None], ["7%"])]
+    ['number', 'mixed', 'date', 'boolean', 'number']
     """
-
-    holds: Holds
-    numbers: Floats
-    missing: Mask
-    raw: NDArray[Any]
-
-    @property
-    def numeric(self) -> bool:
-        return self.holds in ("number", "boolean")
-
-    def labels(self) -> NDArray[Any]:
-        """The values as text, None where there is none."""
-        return np.array(
-            [None if empty else label(value) for value, empty in zip(self.raw, self.missing, strict=True)], dtype=object
-        )
-
-    def distinct(self) -> list[str]:
-        """The different values as text: numbers by size, words by alphabet."""
-        if self.numeric:
-            there = np.unique(self.numbers[~self.missing])
-            return [label(bool(one)) if self.holds == "boolean" else label(one) for one in there]
-        return sorted(set(self.labels()[~self.missing]))
-
-    def first(self, rows: Mask) -> str:
-        """The first of the rows and what is in it, as a message says it.
-
-        >>> look(["a", "b"]).first(np.array([False, True]))
-        "'b' in row 2"
-        """
-        row = int(np.flatnonzero(rows)[0])
-        return f"{short(self.raw[row])} in row {row + 1}"
-
-    @property
-    def unreadable(self) -> Mask:
-        """Rows with a value that is no number."""
-        return np.isnan(self.numbers) & ~self.missing
-
-
-def decimal_commas(values: Values) -> bool:
-    """Whether text looks like numbers with a decimal comma.
-
-    >>> decimal_commas(look(["1,5", "2,25"])), decimal_commas(look(["1,5", "a"]))
-    (True, False)
-    """
-    return all(COMMA.match(str(value)) for value in values.raw[~values.missing][:200])
-
-
-def look(column: Any) -> Values:
-    """What a column of a table, or a list, holds.
-
-    >>> look([1, 2.5, None]).holds, look(["1", "2", "x"]).holds, look(["2020-01-31"]).holds, look([True, None]).holds
-    ('number', 'mixed', 'date', 'boolean')
-    """
-    pandas = package("pandas", "Reading a table")
-    series = pandas.Series(column)
-    if isinstance(series.dtype, pandas.CategoricalDtype):
-        series = series.astype(series.dtype.categories.dtype)
-    missing = series.isna().to_numpy(dtype=bool)
-    raw = series.to_numpy(dtype=object)
-    nowhere = np.full(len(series), np.nan)
-    types = pandas.api.types
-    there = raw[~missing]
+    types = extras.load("pandas", extra="table", purpose="Reading a table").api.types
+    there = column.dropna()
     if not len(there):
-        return Values("empty", nowhere, missing, raw)
-    if types.is_datetime64_any_dtype(series.dtype) or types.is_timedelta64_dtype(series.dtype):
-        return Values("date", nowhere, missing, raw)
-    if all(isinstance(value, (bool, np.bool_)) for value in there):
-        numbers = nowhere.copy()
-        numbers[~missing] = there.astype(bool)
-        return Values("boolean", numbers, missing, raw)
-    if types.is_complex_dtype(series.dtype) or not all(np.ndim(value) == 0 for value in there[:1000]):
-        return Values("other", nowhere, missing, raw)
-    numbers = pandas.to_numeric(series, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
-    readable = np.isfinite(numbers) | np.isinf(numbers)
-    if (readable | missing).all():
-        return Values("number", numbers, missing, raw)
-    if hasattr(there[0], "isoformat") or all(DATE.match(str(value)) for value in there[:200]):
-        return Values("date", nowhere, missing, raw)
-    return Values("mixed" if 2 * readable.sum() > len(there) else "text", numbers, missing, raw)
+        return "empty"
+    if types.is_datetime64_any_dtype(column.dtype) or types.is_timedelta64_dtype(column.dtype):
+        return "date"
+    values = there.to_numpy(dtype=object)
+    if types.is_bool_dtype(column.dtype) or all(isinstance(value, (bool, np.bool_)) for value in values):
+        return "boolean"
+    if types.is_complex_dtype(column.dtype) or not all(np.ndim(value) == 0 for value in values[:1000]):
+        return "other"
+    readable = int(np.count_nonzero(~np.isnan(numbers_of(there))))
+    if readable == len(there):
+        return "number"
+    if hasattr(values[0], "isoformat") or _all_match(DATE, values):
+        return "date"
+    return "mixed" if 2 * readable > len(there) else "text"
+
+
+def numbers_of(column: Any) -> Floats:
+    """The values as numbers, NaN where there is none. Where most values are percentages, 7 % is 7, and a value without
+    the sign is not a number."""
+    pandas = extras.load("pandas", extra="table", purpose="Reading a table")
+    if isinstance(column.dtype, pandas.CategoricalDtype):
+        column = column.astype(column.dtype.categories.dtype)
+    if not pandas.api.types.is_numeric_dtype(column.dtype):
+        text = column.astype(object).map(str)
+        percent = text.str.fullmatch(PERCENT.pattern) & column.notna()
+        if 2 * percent.sum() > column.notna().sum():
+            column = text.str.rstrip("% ").str.replace(",", ".").where(percent)
+    return pandas.to_numeric(column, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+
+
+def labels_of(column: Any) -> NDArray[Any]:
+    """The values as text, NaN where there is none: the same for 1, 1.0 and "1", since one column may be read as
+    integers from one file and as floats or text from another.
+
+    >>> import pandas as pd
+    >>> labels_of(pd.Series([1.0, 1.5, None, True, "yes "], dtype=object)).tolist()
+    ['1', '1.5', nan, 'True', 'yes ']
+    """
+    found = [np.nan if empty else _label(value) for value, empty in zip(column, column.isna(), strict=True)]
+    return np.array(found, dtype=object)
+
+
+def _label(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def distinct_labels(column: Any) -> list[str]:
+    """The different values as text, in alphabetical order."""
+    return sorted({_label(value) for value in column.dropna().unique()})
+
+
+def first_row(column: Any, rows: Any) -> Any:
+    """The first of these rows as a message names it: rows of a file are numbered from 1, and its index from 0."""
+    row = column.index[np.argmax(rows)]
+    return row + 1 if isinstance(row, (int, np.integer)) else row
+
+
+def first_of(column: Any, rows: Any) -> str:
+    """The first of these rows and its value, for a message.
+
+    >>> import pandas as pd
+    >>> first_of(pd.Series(["a", "b"]), np.array([False, True]))
+    "'b' in row 2"
+    """
+    return f"{short(column.iloc[np.argmax(rows)])} in row {first_row(column, rows)}"
+
+
+def comma_advice(column: Any) -> str:
+    """What to do with text that is numbers with commas, or ""."""
+    values = column.dropna().to_numpy(dtype=object)
+    if not any("," in str(value) for value in values):
+        return ""
+    if _all_match(THOUSANDS, values):
+        return "Write --thousands ',', or --decimal ',' if the comma is a decimal mark"
+    if _all_match(COMMA, values):
+        return "Write --decimal ','"
+    return "Write --decimal ',' --thousands ." if _all_match(POINTS, values) else ""
+
+
+def _all_match(pattern: re.Pattern[str], values: NDArray[Any]) -> bool:
+    return all(pattern.fullmatch(str(value)) for value in values[:SAMPLE])

@@ -1,4 +1,4 @@
-"""Names, values and row numbers as messages say them."""
+"""Names, values and counts as messages write them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bilevel.errors import BilevelError
-
-
-def label(value: Any) -> str:
-    """A category or class as text: the same for 1, 1.0 and "1", which one column may be read as on different days.
-
-    >>> label(1), label(1.0), label(1.5), label(True), label("yes ")
-    ('1', '1', '1.5', 'True', 'yes ')
-    """
-    if hasattr(value, "item"):
-        value = value.item()
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
@@ -31,13 +20,13 @@ def listed(names: Iterable[str], most: int = 12) -> str:
     return ", ".join(map(repr, every[:most])) + more
 
 
-def dropped(names: Iterable[str], option: str = "--drop") -> str:
-    """The options that leave the columns out, ready to paste.
+def option(flag: str, name: str) -> str:
+    """An option with a column's name, ready to paste.
 
-    >>> dropped(["a", "two words"])
-    "--drop a --drop 'two words'"
+    >>> option("--drop", "two words")
+    "--drop 'two words'"
     """
-    return " ".join(f"{option} {shlex.quote(name)}" for name in names)
+    return f"{flag} {shlex.quote(name)}"
 
 
 def short(value: Any, width: int = 40) -> str:
@@ -57,10 +46,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def unknown_column(name: str, option: str, columns: Sequence[str]) -> BilevelError:
-    """The error for an option that names a column which the table lacks."""
-    near = difflib.get_close_matches(name, columns, 1, 0.6) or [
-        other for other in columns if other.strip().lower() == name.strip().lower()
-    ]
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return BilevelError(f"{option} {name!r} is not a column of the table.{hint} Its columns: {listed(columns, 30)}.")
+def check_names(names: Iterable[str], flag: str, columns: Sequence[str]) -> None:
+    """Refuse an option that names a column which the table lacks."""
+    for name in names:
+        if name not in columns:
+            near = difflib.get_close_matches(name, columns, 1, 0.6) or [
+                other for other in columns if other.strip().lower() == name.strip().lower()
+            ]
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise BilevelError(
+                f"{flag} {name!r} is not a column of the table.{hint} Its columns: {listed(columns, 30)}."
+            )

@@ -1,4 +1,4 @@
-"""Random changes of training images that keep their class: mirrored, shifted, enlarged, in other colours."""
+"""Random augmentation of training images: flips, shifts, zooms, changes of colour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 
-# Every kind of change and what it does.
+# Every kind of augmentation, with a description.
 KINDS = {
     "flip": "half of the images are mirrored",
     "crop": "images are shifted by up to a tenth of their side; their edges are repeated",
@@ -20,11 +20,11 @@ SHIFT, SMALLEST, COLOUR = 0.1, 0.6, 0.4
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """Changes to make, each drawn anew for every image; `Augmentation.of("flip,crop")` reads them from text.
+class ImageAugmentation:
+    """Kinds of augmentation, drawn independently for every image; `ImageAugmentation.of("flip,crop")` parses a list.
 
     >>> images = torch.arange(2 * 4 * 4, dtype=torch.uint8).view(2, 4, 4, 1)
-    >>> one, same = (Augmentation.of("flip,crop")(images, seed=0, number=7) for _ in range(2))
+    >>> one, same = (ImageAugmentation.of("flip,crop")(images, seed=0, number=7) for _ in range(2))
     >>> bool((one == same).all()), list(one.shape)
     (True, [2, 1, 4, 4])
     """
@@ -32,7 +32,7 @@ class Augmentation:
     kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, text: str) -> Augmentation:
+    def of(cls, text: str) -> ImageAugmentation:
         kinds = tuple(part.strip() for part in text.split(",") if part.strip())
         unknown = [kind for kind in kinds if kind not in KINDS]
         if unknown:
@@ -43,9 +43,9 @@ class Augmentation:
         return cls(kinds)
 
     def __call__(self, images: Tensor, seed: int, number: int) -> Tensor:
-        """The images, uint8 N×H×W×C, as floats N×C×H×W in [0, 1], changed by what (seed, number) draws."""
+        """The images, uint8 N×H×W×C, as floats N×C×H×W in [0, 1], augmented by the random draw of (seed, number)."""
         if self.kinds:
-            # A generator of its own: the draw depends on the two numbers and on nothing that happened before.
+            # The draw depends on the two numbers only, not on earlier draws.
             draws = torch.rand(len(images), 7, generator=torch.Generator().manual_seed(_mixed(seed, number)))
             images = self._moved(images, draws[:, :4])
         else:
@@ -54,7 +54,7 @@ class Augmentation:
         return self._coloured(floats, draws[:, 4:]) if "colour" in self.kinds else floats
 
     def _moved(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Every pixel is taken from another place of its image; all changes of place are one look-up."""
+        """Flips, shifts and zooms as one look-up: every pixel is copied from another position of its image."""
         height, width = images.shape[1:3]
         size = 1 - (1 - SMALLEST) * draws[:, 0] if "zoom" in self.kinds else torch.ones(len(images))
         rows, columns = (
@@ -75,11 +75,11 @@ class Augmentation:
         return images.sub_(mean).mul_(contrast).add_(mean).mul_(brightness).clamp_(0, 1)
 
 
-NONE = Augmentation()
+NONE = ImageAugmentation()
 
 
 def _places(side: int, size: Tensor, draw: Tensor, shift: bool) -> Tensor:
-    """Which rows (or columns) of every image are taken: a stretch of `size` that lies inside, or is shifted."""
+    """The source row (or column) of every row of every image: a part of relative length `size`, shifted if asked."""
     inside = (torch.arange(side) + 0.5) * size[:, None]
     begin = draw * (1 - size) * side
     if shift:
@@ -88,7 +88,7 @@ def _places(side: int, size: Tensor, draw: Tensor, shift: bool) -> Tensor:
 
 
 def _mixed(seed: int, number: int) -> int:
-    """One 63-bit number from two, such that neighbours have nothing in common (the finaliser of MurmurHash3)."""
+    """One 63-bit number from two; neighbouring inputs give unrelated outputs (the finaliser of MurmurHash3)."""
     mask = 2**64 - 1
     x = (seed * 0x9E3779B97F4A7C15 + number) & mask
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):

@@ -11,7 +11,7 @@ import torch
 from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.problem import Problem, Task
-from bilevel.tasks.holdout import number_of_examples, take
+from bilevel.tasks.holdout import number_of_examples, shuffled, take
 from bilevel.trees import Tree
 
 
@@ -26,7 +26,7 @@ class CrossValidation:
     Args:
         data: a tree of tensors whose first axis counts examples.
         folds: K; None means leave-one-out, K = number of examples.
-        seed: of the shuffle before the examples are dealt out; None keeps the order.
+        seed: of the shuffle before the examples are split into folds; None keeps the order.
 
     >>> cv = CrossValidation((torch.arange(10),), folds=5)
     >>> [len(task.val[0]) for task in cv.tasks]
@@ -44,15 +44,10 @@ class CrossValidation:
         folds = count if self.folds is None else self.folds
         if not 2 <= folds <= count:
             raise BilevelError(
-                f"{count} examples cannot be dealt into {folds} folds; pass 2 ≤ folds ≤ {count}, or None for "
+                f"{count} examples cannot be split into {folds} folds; pass 2 ≤ folds ≤ {count}, or None for "
                 "leave-one-out."
             )
-        order = (
-            torch.arange(count)
-            if self.seed is None
-            else torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
-        )
-        held_out = torch.tensor_split(order, folds)
+        held_out = torch.tensor_split(shuffled(count, self.seed), folds)
         return [Task(take(self.data, _without(held_out, j)), take(self.data, rows)) for j, rows in enumerate(held_out)]
 
     def batched(self, problem: Problem) -> tuple[Problem, Task]:
@@ -79,12 +74,17 @@ def stack(problem: Problem, tasks: list[Task]) -> tuple[Problem, Task]:
     """Several tasks of one problem as a single task of a stacked problem.
 
     The inner objective is the sum over tasks, so that every w^j takes exactly the step it would take alone; the outer
-    objective is the mean. Tasks with equal shapes are evaluated together by `torch.vmap`, others in a loop. For
-    dynamics that act on each weight by itself (all but group penalties).
+    objective is the mean. Tasks with equal shapes are evaluated together by `torch.vmap`, others in a loop. The
+    dynamics must act on each weight separately (all dynamics here do, except with group penalties).
     """
     if problem.encode is not None:
         raise BilevelError(
             "A problem with `encode` cannot be stacked; pass the list of tasks instead, which gives the same numbers."
+        )
+    if problem.residual is not None:
+        raise BilevelError(
+            "A problem that is given by equations cannot be stacked; pass the list of tasks instead, which gives the "
+            "same numbers."
         )
     if any(callable(task.train) for task in tasks):
         raise BilevelError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
-from bilevel.tasks.augmentation import NONE, Augmentation
+from bilevel.tasks.augmentation import NONE, ImageAugmentation
 
 
 class LabelledImages(Protocol):
@@ -32,11 +32,11 @@ class LabelledImages(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class EpisodeSampler:
-    """Which examples episode i consists of. It sees labels only, so it serves data of any kind.
+    """The examples of episode i. It uses labels only, so it works for data of any kind.
 
     The classes of an episode are different, and its support and query examples are different. A draw reads the raw
-    stream of a Philox generator with the key (seed, i): any worker can draw any episode, a resumed run continues
-    exactly, and the answer does not depend on versions or machines.
+    stream of a Philox generator with the key (seed, i). So any worker can draw any episode, a resumed run continues
+    exactly, and the draw does not depend on versions or machines.
 
     Args:
         labels: the class of every example.
@@ -64,7 +64,7 @@ class EpisodeSampler:
     names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        self._members  # noqa: B018 - what cannot be drawn is refused when it is asked for, not in the first step
+        self._members  # noqa: B018 - raises here, not at the first draw, if the settings cannot be met
 
     @property
     def count(self) -> int:
@@ -120,7 +120,7 @@ class EpisodeSampler:
             more = ", or let rotations make four classes of one" if not self.rotations else ""
             raise BilevelError(
                 f"ways={self.ways} needs {self.ways} classes and there are {available} to draw from; pass ways ≤ "
-                f"{available}{more}, or use a split with more classes."
+                f"{available}{more}, or give this split more classes (of a folder: --split 0.5,0.25,0.25, say)."
             )
         need = self.shots + self.queries
         short = [number for number, rows in enumerate(members) if len(rows) < need]
@@ -159,7 +159,7 @@ class Episodes:
     queries: int = 15
     seed: int = 0
     rotations: bool = False
-    augmentation: Augmentation = NONE
+    augmentation: ImageAugmentation = NONE
     with_classes: bool = False
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class Episodes:
                 f"Rotations need square images, and these are {width}×{height}. Bring them to one size, or leave "
                 "rotations out."
             )
-        self.sampler  # noqa: B018 - refuse here what cannot be drawn
+        self.sampler  # noqa: B018 - raises here if the settings cannot be met
 
     @cached_property
     def sampler(self) -> EpisodeSampler:
@@ -240,9 +240,9 @@ class Episodes:
 
 
 def _without_replacement(count: int, raw: list[int]) -> list[int]:
-    """len(raw) different numbers below `count`: the first cards of a shuffled deck that is never laid out.
+    """len(raw) different numbers below `count`: a Fisher–Yates shuffle that stores only the swapped entries.
 
-    The remainder of a 64-bit number is uneven by less than count/2⁶⁴.
+    The bias of taking remainders of 64-bit numbers is below count/2⁶⁴.
     """
     moved: dict[int, int] = {}
     drawn = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError
@@ -31,9 +32,7 @@ def holdout(data: Tree, fraction: float = 0.5, seed: int | None = 0) -> Task:
             f"holdout(fraction={fraction}) of {count} examples leaves {count - held} for training and {held} for "
             "validation; both need one."
         )
-    order = (
-        torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    )
+    order = shuffled(count, seed)
     return Task(train=take(data, order[held:]), val=take(data, order[:held]))
 
 
@@ -46,6 +45,11 @@ def number_of_examples(data: Tree) -> int:
             f"{trees.describe(data)}."
         )
     return lengths.pop()
+
+
+def shuffled(count: int, seed: int | None) -> Tensor:
+    """0…count − 1 in a random order, or in their own order without a seed."""
+    return torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def take(data: Tree, rows: Any) -> Tree:

@@ -13,8 +13,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Minibatches:
-    """`Minibatches(data, size)(t)`: the batch of step t = 1, 2, …, shuffled anew every epoch, the same whenever it is
-    asked for.
+    """`Minibatches(data, size)(t)`: the batch of step t = 1, 2, …, the same at every call; every epoch is shuffled.
 
     It is a tree whose leaves are the data, so `encode` can map all examples once and still feed minibatches:
     `trees.map(features, task.train)` is again a `Minibatches`.
@@ -47,8 +46,7 @@ class Minibatches:
         return trees.map(lambda leaf: leaf[order.to(leaf.device)], self.data)
 
     def _order(self, epoch: int, count: int) -> torch.Tensor:
-        # Generators seeded with neighbouring numbers are independent enough for shuffling; the factor keeps runs with
-        # other seeds apart.
+        # The factor keeps the seeds of one run's epochs apart from those of runs with other seeds.
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
 
 

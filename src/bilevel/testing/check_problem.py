@@ -1,4 +1,4 @@
-"""Test a user's own problem before trusting a long run to it."""
+"""Check a problem before a long run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProblemReport:
     Attributes:
         value: f_T(λ).
         differences: largest relative disagreement of directional derivatives with central differences.
-        methods: relative disagreement of `Reverse`, which replays steps, with `Unrolled`, which does not.
+        methods: relative disagreement between `Reverse`, which replays steps, and `Unrolled`, which records them.
         directions: how many random directions of λ were tried.
     """
 
@@ -56,11 +56,11 @@ def check_problem(
     tolerance: float | None = None,
     allow_unused: bool = False,
 ) -> ProblemReport:
-    """Raise a `BilevelError` that says what is wrong with a problem, or return what was measured.
+    """Raise a `BilevelError` that says what is wrong with a problem, or return the measured disagreements.
 
     It checks λ, shapes and dtypes; that every leaf of λ reaches an objective; that values and gradients are finite;
     that `inner`, `outer` and `task.train` are pure; and that hypergradients agree with central differences along random
-    directions. Run it in float64 on a small task: in float32 differences are worth three digits.
+    directions. Run it in float64 on a small task: in float32 differences have about three correct digits.
 
     Args:
         problem, lam, task, dynamics, steps, allow_unused: as for `hypergradient`.
@@ -107,7 +107,7 @@ def check_problem(
             )
     if scale == 1e-12:
         warnings.warn(
-            "The hypergradient is exactly zero here: λ is stationary, or the start makes the first steps blind to it.",
+            "The hypergradient is exactly zero here: λ is stationary, or no step depends on λ from this start.",
             BilevelWarning,
             stacklevel=2,
         )

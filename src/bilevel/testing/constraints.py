@@ -1,4 +1,4 @@
-"""What every constraint must satisfy, ours and yours."""
+"""The battery for constraints."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from bilevel import trees
 from bilevel.constraints import Constraint
-from bilevel.methods.samplers import same
+from bilevel.engine.samplers import same
 from bilevel.trees import Tree
 
 
 def check_constraint(constraint: Constraint, like: Tree) -> None:
-    """`project` is the nearest point of a convex set; raise an `AssertionError` that says what is wrong.
+    """Check that `project` gives the nearest point of a convex set; raise an `AssertionError` that says what is wrong.
 
-    A projected point stays where it is; ⟨x − Px, z − Px⟩ ≤ 0 for the points z of the set, which characterises the
-    nearest point; ⟨Px − Py, x − y⟩ ≥ ‖Px − Py‖², which the projection onto a convex set satisfies and others do not;
-    structure, shapes and dtypes are kept, float32 as well; the argument is left alone; two calls agree.
+    A projected point is not moved again. ⟨x − Px, z − Px⟩ ≤ 0 for points z of the set, which characterises the nearest
+    point. ⟨Px − Py, x − y⟩ ≥ ‖Px − Py‖², which only projections onto convex sets satisfy. Structure, shapes and dtypes
+    are kept, also in float32; the argument is not changed; two calls agree.
 
     Args:
-        like: a tree that shows the structure of λ.
+        like: a tree with the structure and shapes of λ.
     """
     generator = torch.Generator().manual_seed(11)
 
@@ -46,7 +46,7 @@ def check_constraint(constraint: Constraint, like: Tree) -> None:
 
 
 def _projected(constraint: Constraint, x: Tree) -> Tree:
-    """Px, after what can be asked of one point."""
+    """Px, after the checks that need one point only."""
     copy = trees.clone(x)
     px = constraint.project(x)
     assert same(x, copy), f"{constraint} changed its argument"

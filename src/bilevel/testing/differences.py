@@ -1,4 +1,4 @@
-"""Central differences: the oracle that knows nothing about automatic differentiation."""
+"""Central differences, a reference that does not use automatic differentiation."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def relative_error(found: Tree, expected: Tree) -> float:
 
 
 def agree(found: Tree, expected: Tree, tolerance: float, what: str, name: str = "λ") -> None:
-    """Raise an `AssertionError` that begins with `what` and says which leaf is off, and how, unless all agree.
+    """Raise an `AssertionError` that begins with `what` and names the leaf that disagrees, unless all leaves agree.
 
-    Each leaf is compared by itself, so that a small one is not hidden behind a large one.
+    Leaves are compared one by one, so that an error in a small leaf is not hidden by a large one.
     """
     assert trees.flatten(found)[1] == trees.flatten(expected)[1], f"{what}: a tree of another structure was returned"
     total = float(trees.norm(expected))
@@ -79,7 +79,7 @@ def agree(found: Tree, expected: Tree, tolerance: float, what: str, name: str = 
 
 
 def _likeness(found: Tensor, expected: Tensor) -> str:
-    """What a wrong gradient has in common with the right one, where that is easily said."""
+    """How a wrong gradient is related to the right one: zero, the opposite sign, or a multiple; else nothing."""
     if not float(expected.norm()) > 0:
         return "; it should be zero"
     if not float(found.norm()) > 0:

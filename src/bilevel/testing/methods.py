@@ -1,7 +1,8 @@
-"""What every method must satisfy, ours and yours."""
+"""The battery for methods."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,15 +12,15 @@ import torch
 from bilevel import trees
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.dynamics.heavy_ball import HeavyBall
+from bilevel.engine.checks import check_process
+from bilevel.engine.method import EVERYTHING
+from bilevel.engine.samplers import same
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.hypergradients import hypergradient
 from bilevel.methods import Hypergradient, Method
-from bilevel.methods.base import EVERYTHING
-from bilevel.methods.checks import check_process
 from bilevel.methods.reverse import Reverse
-from bilevel.methods.samplers import same
 from bilevel.methods.unrolled import Unrolled
-from bilevel.problem import Problem, Task
+from bilevel.problem import Task
 from bilevel.testing.differences import agree
 from bilevel.testing.references import (
     DIFFERENCES,
@@ -27,41 +28,43 @@ from bilevel.testing.references import (
     LIMIT,
     SINGLE,
     STEPS,
-    Pair,
+    BatteryCase,
     along,
     at_rest,
+    battery_cases,
     exact_gradient,
-    pairs,
     slopes,
 )
 from bilevel.trees import Tree
 
 
-def check_method(method: Method, *, tolerance: float = DIFFERENCES, among: Sequence[Pair] | None = None) -> None:
-    """Try a method on every example with every dynamics; raise an `AssertionError` that says what is wrong.
+def check_method(method: Method, *, tolerance: float | None = None, among: Sequence[BatteryCase] | None = None) -> None:
+    """Run a method on every example with every dynamics; raise an `AssertionError` that says what is wrong.
 
-    What is asked of an answer follows from what the class declares. In the parts of λ that it `sees`
+    The requirement depends on what the class declares. In the parts of λ that it `sees`
 
     - an `exact` method equals another exact method to 1e-10, and central differences to 1e-6;
     - a method that is not exact, but sees every place where λ can enter, equals ∇f_T to `tolerance`;
     - a method that sees the outer objective alone equals ∇_λ E(w_T, λ) with w_T held fixed, to 1e-10;
     - any other (implicit, truncated) equals ∇f_T to `tolerance` where w has come to rest.
 
-    A method may refuse a pair with a `BilevelError`: in `check` or `look`, which is declaring it, or while it runs, as
-    long as that is not gradient descent or heavy ball on a quadratic problem. It may not refuse all of them.
-    Besides, a list of tasks gives the mean, `encode` runs once, no argument is changed, two calls agree, and a leaf of
-    λ that reaches nothing is refused or gives exactly 0.
+    A method may refuse a case with a `BilevelError`: in `check` or `look` always, and while it runs unless the case is
+    gradient descent or heavy ball on a quadratic problem. It may not refuse all cases. Besides, a list of tasks gives
+    the mean, `encode` runs once, no argument is changed, two calls agree, and a leaf of λ that reaches neither
+    objective is refused, or with `allow_unused=True` has gradient exactly 0. A method without derivatives of the outer
+    objective may run `encode` more often.
 
     Args:
-        tolerance: what a method that is not exact is held to; pass an instance that comes so close (a k, a number of
-            terms, a width of differences).
-        among: some of `bilevel.testing.references()`, for a method that is slow to begin (one that compiles).
+        tolerance: the relative error allowed for a method that is not exact, by default the one that its class
+            declares; pass an instance that reaches it (by its k, its number of terms, its width of differences).
+        among: some of `bilevel.testing.battery_cases()`, for a method with a slow first call (one that compiles).
     """
-    tried = pairs() if among is None else among
-    answered: list[Pair] = []
+    tolerance = method.tolerance if tolerance is None else tolerance
+    tried = battery_cases() if among is None else among
+    answered: list[BatteryCase] = []
     refusals: list[BilevelError] = []
-    for pair in tried:
-        for visible, steps in _claims(method, pair, tolerance):
+    for case in tried:
+        for visible, steps in _claims(method, case, tolerance):
             answer = _answer(method, visible, steps)
             if isinstance(answer, BilevelError):
                 refusals.append(answer)
@@ -78,73 +81,73 @@ def check_method(method: Method, *, tolerance: float = DIFFERENCES, among: Seque
         _check_unused(method, answered[0])
 
 
-def _claims(method: Method, pair: Pair, tolerance: float) -> Iterator[tuple[Pair, int]]:
-    """What a method can be asked about a pair: the parts of λ that it sees, and a number of steps at which they are
-    known."""
+def _claims(method: Method, case: BatteryCase, tolerance: float) -> Iterator[tuple[BatteryCase, int]]:
+    """The case restricted to the parts of λ that the method sees, with a number of steps for which the right gradient
+    is known."""
     for steps in (STEPS, LIMIT):
-        seen = method.sees(pair.process(steps))
-        visible = pair.visible(seen)
+        seen = method.sees(case.process(steps))
+        visible = case.visible(seen)
         anywhere = method.exact or seen in (EVERYTHING, {"the outer objective"})
-        if visible is not None and anywhere == (steps == STEPS) and (anywhere or at_rest(pair, tolerance)):
+        if visible is not None and anywhere == (steps == STEPS) and (anywhere or at_rest(case, tolerance)):
             yield visible, steps
 
 
-def _answer(method: Method, pair: Pair, steps: int) -> Hypergradient | BilevelError:
+def _answer(method: Method, case: BatteryCase, steps: int) -> Hypergradient | BilevelError:
     """The hypergradient, or the refusal if the method was free to refuse."""
-    (problem, lam, task), settings = pair.arguments(steps)
-    # Copies, so that a method that changes its arguments does not spoil the examples for others.
+    (problem, lam, task), settings = case.arguments(steps)
+    # Copies, so that a method that changes its arguments does not change the examples of others.
     given = trees.clone((lam, task))
     try:
-        check_process(pair.process(steps), method)
+        check_process(case.process(steps), method)
     except BilevelError as refusal:
         return refusal
     try:
         with warnings.catch_warnings():
-            # A method may doubt its answer; whether it is good enough is decided below.
+            # A method may warn about its accuracy; the comparison below decides.
             warnings.simplefilter("ignore", BilevelWarning)
             result = hypergradient(problem, *given, method=method, **settings)
     except BilevelError as refusal:
-        if pair.example.quadratic and isinstance(pair.dynamics, (GradientDescent, HeavyBall)):
+        if case.example.quadratic and isinstance(case.dynamics, (GradientDescent, HeavyBall)):
             raise AssertionError(
-                f"{method} accepted {pair} and refused it while it ran. A quadratic problem holds no surprises: let "
-                f"`check` or `sees` declare what the method cannot do. The refusal: {refusal}"
+                f"{method} accepted {case} and refused it while it ran. On a quadratic problem that is known "
+                f"before it runs: let `check` or `sees` declare what the method cannot do. The refusal: {refusal}"
             ) from refusal
         return refusal
-    assert same(given, (lam, task)), f"{method} with {pair} changed λ or the data"
+    assert same(given, (lam, task)), f"{method} with {case} changed λ or the data"
     return result
 
 
-def _check_answer(method: Method, pair: Pair, steps: int, result: Hypergradient, tolerance: float) -> None:
-    example = pair.example
+def _check_answer(method: Method, case: BatteryCase, steps: int, result: Hypergradient, tolerance: float) -> None:
+    example = case.example
     assert result.value.ndim == 0 and not result.value.requires_grad, f"{method} must return a plain scalar value"
     kinds = [[leaf.dtype for leaf in trees.leaves(tree)] for tree in (result.grad, example.lam)]
-    assert kinds[0] == kinds[1], f"{method} with {pair} returned a gradient of another structure or dtype than λ"
-    allowed = max(EXACT if method.exact else tolerance, SINGLE if example.single else 0.0)
-    if method.sees(pair.process(steps)) == {"the outer objective"}:
-        what = f"{method} sees the outer objective alone, but with {pair} it is not ∇_λ E(w_T, λ) at a fixed w_T"
-        agree(result.grad, _partial(pair, result.inner), SINGLE if example.single else EXACT, what)
+    assert kinds[0] == kinds[1], f"{method} with {case} returned a gradient of another structure or dtype than λ"
+    allowed = max(EXACT if method.exact else tolerance, method.single_tolerance if example.single else 0.0)
+    if method.sees(case.process(steps)) == {"the outer objective"}:
+        what = f"{method} sees the outer objective alone, but with {case} it is not ∇_λ E(w_T, λ) at a fixed w_T"
+        agree(result.grad, _partial(case, result.inner), SINGLE if example.single else EXACT, what)
         return
     other = Reverse() if type(method) is Unrolled else Unrolled()
     claim = "exact" if method.exact else "close to ∇f_T" if steps == STEPS else "right where w has come to rest"
-    what = f"{method} should be {claim}, but with {pair} it differs from {other}"
-    agree(result.grad, exact_gradient(pair, steps, other), allowed, what)
-    if steps == STEPS and isinstance(pair.dynamics, HeavyBall):
-        what = f"{method} with {pair} differs from central differences"
-        agree(along(result.grad), slopes(pair, steps), max(DIFFERENCES, allowed), what)
+    what = f"{method} should be {claim}, but with {case} it differs from {other}"
+    agree(result.grad, exact_gradient(case, steps, other), allowed, what)
+    if steps == STEPS and isinstance(case.dynamics, HeavyBall):
+        what = f"{method} with {case} differs from central differences"
+        agree(along(result.grad), slopes(case, steps), max(DIFFERENCES, allowed), what)
 
 
-def _partial(pair: Pair, w: Tree) -> Tree:
+def _partial(case: BatteryCase, w: Tree) -> Tree:
     """∇_λ E(w, λ) for a w that is held fixed."""
-    problem, values, spec = pair.example.problem, *trees.flatten(pair.example.lam)
+    problem, values, spec = case.example.problem, *trees.flatten(case.example.lam)
     leaves = [value.detach().requires_grad_() for value in values]
     lam = spec.unflatten(leaves)
-    task = pair.example.task if problem.encode is None else problem.encode(lam, pair.example.task)
+    task = case.example.task if problem.encode is None else problem.encode(lam, case.example.task)
     return spec.unflatten(torch.autograd.grad(problem.outer(w, lam, task.val), leaves))
 
 
-def _check_calls(method: Method, pair: Pair, allowed: float) -> None:
+def _check_calls(method: Method, case: BatteryCase, allowed: float) -> None:
     """Two calls agree, and a list of tasks gives the mean."""
-    (problem, lam, task), settings = pair.arguments(STEPS)
+    (problem, lam, task), settings = case.arguments(STEPS)
     changed = trees.map(lambda leaf: leaf * 1.5 if leaf.is_floating_point() else leaf, task.val)
     other = Task(task.train, changed)
     one, again, two = (hypergradient(problem, lam, t, method=method, **settings) for t in (task, task, other))
@@ -156,13 +159,13 @@ def _check_calls(method: Method, pair: Pair, allowed: float) -> None:
     assert len(both.inner) == 2, f"{method}: a list of tasks must give a list of w_T"
 
 
-def _check_encode(method: Method, answered: Sequence[Pair], allowed: float) -> None:
+def _check_encode(method: Method, answered: Sequence[BatteryCase], allowed: float) -> None:
     """A problem with `encode` equals the same problem with the encoding written into the objectives, and encodes
     once."""
-    pair = next((pair for pair in answered if pair.example.written is not None), None)
-    if pair is None:
+    case = next((case for case in answered if case.example.problem.encode is not None), None)
+    if case is None:
         return
-    (base, lam, task), settings = pair.arguments(STEPS)
+    (base, lam, task), settings = case.arguments(STEPS)
     calls = 0
 
     def encode(lam: Tree, task: Task) -> Task:
@@ -170,18 +173,18 @@ def _check_encode(method: Method, answered: Sequence[Pair], allowed: float) -> N
         calls += 1
         return base.encode(lam, task)
 
-    problem = Problem(base.inner, base.outer, base.init, encode)
+    problem = dataclasses.replace(base, encode=encode)
     found = hypergradient(problem, lam, task, method=method, **settings).grad
-    assert calls == 1, f"{method} called encode {calls} times instead of once"
-    written: Any = pair.example.written
+    assert calls == 1 or not method.outer_derivatives, f"{method} called encode {calls} times instead of once"
+    written: Any = case.example.without_encode
     # Written out, the inner objective is no longer the one that such a method is for.
     other = method if method.structure is None else Unrolled()
     expected = hypergradient(written, lam, task, method=other, **settings).grad
     agree(found, expected, allowed, f"{method}: a problem with encode differs from the same problem without")
 
 
-def _check_unused(method: Method, pair: Pair) -> None:
-    (problem, lam, task), settings = pair.arguments(STEPS)
+def _check_unused(method: Method, case: BatteryCase) -> None:
+    (problem, lam, task), settings = case.arguments(STEPS)
     lam = {**lam, "unused": torch.ones(2, dtype=torch.float64)}
     try:
         hypergradient(problem, lam, task, method=method, **settings)

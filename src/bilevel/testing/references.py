@@ -1,4 +1,4 @@
-"""What the batteries compare with: every example with every dynamics, and the gradients that are known to be right."""
+"""The cases of the batteries, every example with every dynamics, and their reference gradients."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.dynamics.heavy_ball import HeavyBall
 from bilevel.dynamics.ista import ISTA
 from bilevel.dynamics.penalties import L1
+from bilevel.engine.method import Part
+from bilevel.engine.process import Process
 from bilevel.hypergradients import hypergradient, value_of
 from bilevel.methods import Method
-from bilevel.methods.base import Part
-from bilevel.methods.process import Process
-from bilevel.problem import Problem
 from bilevel.testing.differences import directions_in_each_leaf, slope_along
-from bilevel.testing.problems import Example, examples
+from bilevel.testing.problems import Example, examples, left_out
 from bilevel.trees import Tree
 
-# Not a multiple of anything, so that checkpoint segments come out uneven.
+# A prime number, so that checkpoint segments have different lengths.
 STEPS = 7
 # Enough for gradient descent on the examples, whose error falls by 0.74 a step, to reach 1e-12.
 LIMIT = 100
 EXACT = 1e-10
 DIFFERENCES = 1e-6
-# What float32 is allowed against the same computation in float64.
+# The relative error allowed between float32 and float64.
 SINGLE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class BatteryCase:
     """An example and a dynamics, or a function of λ that returns one."""
 
     example: Example
@@ -54,12 +53,12 @@ class Pair:
         example = self.example
         return (example.problem, example.lam, example.task), {"dynamics": self.dynamics, "steps": steps}
 
-    def in_double(self) -> Pair:
+    def in_double(self) -> BatteryCase:
         return dataclasses.replace(self, example=self.example.to(torch.float64))
 
     @functools.cache  # noqa: B019 - pairs live as long as the process
-    def visible(self, seen: frozenset[Part]) -> Pair | None:
-        """The pair with those parts of λ only that enter at a place in `seen`; the others become constants."""
+    def visible(self, seen: frozenset[Part]) -> BatteryCase | None:
+        """The case with those parts of λ only that enter at a place in `seen`; the others become constants."""
         example = self.example
         fixed = {key: value for key, value in example.lam.items() if not example.enters[key] & seen}
         kept = {key: value for key, value in example.lam.items() if key not in fixed}
@@ -70,37 +69,36 @@ class Pair:
             dtype = trees.leaves(lam)[0].dtype
             return {**trees.map(lambda leaf: leaf.to(dtype), fixed), **lam}
 
-        def filled(base: Problem) -> Problem:
-            encode = base.encode
-            return Problem(
-                inner=lambda w, lam, batch: base.inner(w, whole(lam), batch),
-                outer=lambda w, lam, batch: base.outer(w, whole(lam), batch),
-                init=lambda lam: base.init(whole(lam)),
-                encode=None if encode is None else lambda lam, task: encode(whole(lam), task),
-            )
-
-        written = None if example.written is None else filled(example.written)
-        rest = dataclasses.replace(example, problem=filled(example.problem), lam=kept, written=written)
+        filled = example.problem.reading(whole)
+        rest = dataclasses.replace(example, problem=filled, lam=kept)
         build = as_function_of_lam(self.dynamics)
         dynamics = self.dynamics if isinstance(self.dynamics, Dynamics) else lambda lam: build(whole(lam))
-        return Pair(rest, dynamics, self.label)
+        return BatteryCase(rest, dynamics, self.label)
 
 
 @functools.cache
-def pairs() -> tuple[Pair, ...]:
+def battery_cases() -> tuple[BatteryCase, ...]:
     """Every example with every dynamics found in the folder, and three whose settings are learned."""
-    found = [instance for cls in all_dynamics.find().values() for instance in cls.examples()]
-    # The plainest first: what is wrong everywhere is then reported there.
+    # A solver that runs to a tolerance has no steps to compare a method with; `check_dynamics` tests it.
+    found = [one for cls in all_dynamics.find().values() for one in cls.examples() if one.differentiable]
+    # The simplest dynamics first, so that an error that occurs everywhere is reported for them.
     found.sort(key=lambda dynamics: not isinstance(dynamics, (GradientDescent, HeavyBall)))
-    every = [Pair(example, dynamics, str(dynamics)) for example in examples() for dynamics in found]
+    every = [
+        BatteryCase(example.for_dynamics(dynamics), dynamics, str(dynamics))
+        for example in examples()
+        for dynamics in found
+    ]
     learned: list[tuple[str, float, frozenset[Part], DynamicsLike]] = [
         ("lr", 0.3, frozenset({"the dynamics"}), lambda lam: GradientDescent(lam["lr"])),
         ("momentum", 0.4, frozenset({"the dynamics"}), lambda lam: HeavyBall(0.2, lam["momentum"])),
         ("strength", 0.05, frozenset({"the fixed point"}), lambda lam: ISTA(0.3, L1(lam["strength"]))),
     ]
     smooth = examples()[1]
+    # An outer objective with a method of its own; two dynamics suffice, because its inner objective is in `every`.
+    plain = GradientDescent(0.2), HeavyBall(0.2, 0.4)
+    every += [BatteryCase(left_out(), dynamics, str(dynamics)) for dynamics in plain]
     return tuple(every) + tuple(
-        Pair(with_setting(smooth, name, value, places), build, f"a dynamics with a learned {name}")
+        BatteryCase(with_setting(smooth, name, value, places), build, f"a dynamics with a learned {name}")
         for name, value, places, build in learned
     )
 
@@ -117,19 +115,20 @@ def exact_methods() -> list[Method]:
 
 
 @functools.cache
-def exact_gradient(pair: Pair, steps: int, method: Method) -> Tree:
-    """∇f_T by a method that is exact, in float64; kept, because every method is compared with it."""
-    pair = pair.in_double() if pair.example.single else pair
-    args, settings = pair.arguments(steps)
+def exact_gradient(case: BatteryCase, steps: int, method: Method) -> Tree:
+    """∇f_T by an exact method in float64; cached, because every method is compared with it."""
+    case = case.in_double() if case.example.single else case
+    args, settings = case.arguments(steps)
     return hypergradient(*args, method=method, **settings).grad
 
 
 @functools.cache
-def at_rest(pair: Pair, tolerance: float) -> bool:
+def at_rest(case: BatteryCase, tolerance: float) -> bool:
     """Whether w has stopped moving after LIMIT steps, to a thousandth of the tolerance."""
-    if callable(pair.example.task.train):
+    bound, quarter = case.process(LIMIT).bound, LIMIT // 4
+    # A dynamics that stops rests where its tolerance decides.
+    if callable(case.example.task.train) or bound.dynamics.stops:
         return False
-    bound, quarter = pair.process(LIMIT).bound, LIMIT // 4
     with torch.no_grad():
         state, moved = bound.start(), []
         for first in range(1, LIMIT, quarter):
@@ -137,23 +136,23 @@ def at_rest(pair: Pair, tolerance: float) -> bool:
             for t in range(first, first + quarter):
                 state = bound.step(state, t)
             moved.append(float(trees.norm(trees.subtract(state[0], before)) / trees.norm(state[0])))
-            # What still moves by a hundredth half way will not have come to rest at the end.
+            # If w still moves by a hundredth half way, it will not be at rest at the end.
             if first > quarter and moved[-1] > 1e-2:
                 return False
     return moved[-1] <= 1e-3 * tolerance
 
 
 @functools.cache
-def slopes(pair: Pair, steps: int) -> Tree:
+def slopes(case: BatteryCase, steps: int) -> Tree:
     """A tree like λ: f_T's slope by central differences along `directions_in_each_leaf`, in float64."""
-    pair = pair.in_double() if pair.example.single else pair
-    (problem, lam, task), settings = pair.arguments(steps)
+    case = case.in_double() if case.example.single else case
+    (problem, lam, task), settings = case.arguments(steps)
     directions = directions_in_each_leaf(lam)
     found = [slope_along(lambda lam: value_of(problem, lam, task, **settings), lam, d) for d in directions]
     return trees.flatten(lam)[1].unflatten(torch.tensor(slope, dtype=torch.float64) for slope in found)
 
 
 def along(grad: Tree) -> Tree:
-    """What a gradient says about the same slopes."""
+    """The slopes along the same directions according to a gradient."""
     products = [trees.dot(grad, direction).double() for direction in directions_in_each_leaf(grad)]
     return trees.flatten(grad)[1].unflatten(products)

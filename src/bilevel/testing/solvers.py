@@ -1,25 +1,25 @@
-"""What every linear solver must satisfy, ours and yours."""
+"""The battery for linear solvers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from bilevel.engine.samplers import same
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers import LinearSolution, LinearSolver, Operator
-from bilevel.methods.samplers import same
 from bilevel.testing.differences import agree
 
 SIZE = 12
 
 
 def check_solver(solver: LinearSolver) -> None:
-    """A x = b on systems of 12 unknowns; raise an `AssertionError` that says what is wrong.
+    """Solve systems A x = b of 12 unknowns; raise an `AssertionError` that says what is wrong.
 
     On a positive definite system with condition number 8 the solution is right to 1e-8, in float32 to 1e-4, also from
     a warm start, which costs no more. On one that is not symmetric, and on an indefinite one, the solver is right,
     refuses with a `BilevelError`, or reports `converged=False`. The residual and the number of products that it
-    reports are those that were measured. b = 0 gives x = 0, and no argument is changed.
+    reports are the true ones. b = 0 gives x = 0, and no argument is changed.
     """
     positive, skewed, indefinite = _systems()
     b = torch.randn(SIZE, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
@@ -63,7 +63,7 @@ def _systems() -> tuple[Tensor, Tensor, Tensor]:
 def _solve(
     solver: LinearSolver, matrix: Tensor, b: Tensor, x0: Tensor | None = None, *, symmetric: bool | None
 ) -> LinearSolution:
-    """One solution, whose report is held against what was measured."""
+    """One solution, whose reported residual and products are compared with the true ones."""
     products = 0
 
     def matvec(vector: Tensor) -> Tensor:
@@ -71,8 +71,13 @@ def _solve(
         products += 1
         return matrix @ vector
 
+    def transposed(vector: Tensor) -> Tensor:
+        nonlocal products
+        products += 1
+        return matrix.T @ vector
+
     given = [value.clone() for value in (b, x0) if value is not None]
-    solution = solver.solve(Operator(matvec, symmetric=symmetric), *given)
+    solution = solver.solve(Operator(matvec, symmetric=symmetric, transposed=transposed), *given)
     assert same(given, [b, x0][: len(given)]), f"{solver} changed b or its warm start"
     assert solution.x.dtype == b.dtype, f"{solver} answers a system in {b.dtype} with {solution.x.dtype}"
     measured = float((b - matrix @ solution.x).norm() / b.norm())

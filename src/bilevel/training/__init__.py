@@ -1,1 +1,1 @@
-"""What a long run needs, whatever it learns: a folder, checkpoints, stopping, logging, several processes."""
+"""Long runs of any job: folder, checkpoints, early stopping, logs, several processes."""

@@ -1,4 +1,4 @@
-"""The states of a run from which it can go on."""
+"""Checkpoints: the states from which a run can be resumed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.training.files import not_written, read_tensors, write_tensors
+from bilevel.files import not_written
+from bilevel.training.files import read_tensors, write_tensors
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A folder of states, named by hyperiteration. The last two are kept, so that one may be damaged."""
+    """A folder of states, named by hyperiteration. The last two are kept, in case one is damaged."""
 
     folder: Path
     keep: int = 2
@@ -30,7 +31,7 @@ class Checkpoints:
         write_tensors(path, tensors, {"iteration": iteration, **facts})
         files = self.files()
         here = files.index(path)
-        # A later one was damaged, or the run would have gone on from it.
+        # Later checkpoints are damaged; otherwise the run would have been resumed from them.
         for other in [*files[: max(0, here + 1 - self.keep)], *files[here + 1 :]]:
             with contextlib.suppress(OSError):
                 other.unlink()
@@ -42,7 +43,7 @@ class Checkpoints:
             try:
                 tensors, facts = read_tensors(file)
                 if "iteration" not in facts:
-                    raise BilevelError(f"{file} is not a checkpoint: it says nothing about the run.")
+                    raise BilevelError(f"{file} is not a checkpoint: it has no hyperiteration.")
                 return tensors, facts
             except BilevelError as error:
                 report(f"{error} Looking for the checkpoint before it.")

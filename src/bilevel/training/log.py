@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl`, and TensorBoard."""
+"""The log of a run: `metrics.jsonl`, with its only reader, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -6,14 +6,62 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bilevel.training.files import not_written
-from bilevel.training.folder import RunFolder
+from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.files import not_written
+
+if TYPE_CHECKING:
+    from bilevel.training.folder import RunFolder
+
+METRICS = "metrics.jsonl"
+
+
+def read_metrics(folder: Path, report: Callable[[str], None] | None = None) -> list[dict[str, float]]:
+    """The records in a run's `metrics.jsonl`; none where there is no such file.
+
+    A last line that a crash cut short, or that is just being written, is left out. Any other line that is not a record
+    is left out and named in one sentence, because weights and checkpoints do not depend on it.
+
+    Args:
+        folder: the run's.
+        report: gets the sentence; by default it is a BilevelWarning.
+    """
+    file = folder / METRICS
+    try:
+        lines = file.read_bytes().split(b"\n") if file.is_file() else []
+    except OSError as error:
+        raise BilevelError(f"{file} cannot be read: {error.strerror or error}.") from error
+    found = [_record(line) for line in lines]
+    wrong = [str(number) for number, record in enumerate(found[:-1], 1) if record is None]
+    if wrong:
+        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+        sentence = (
+            f"{file}: left out line {', '.join(wrong[:10])}{more} of {len(lines)}, which is not a record of numbers "
+            "with an iteration."
+        )
+        (report or _warn)(sentence)
+    return [record for record in found if record is not None]
+
+
+def _record(line: bytes) -> dict[str, float] | None:
+    """The numbers of one line, or None if the line is damaged."""
+    try:
+        record = json.loads(line)
+        numbers = {name: float(x) for name, x in record.items() if type(x) in (int, float)}
+        whole = len(numbers) == len(record) and type(record["iteration"]) is int
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        return None
+    return record if whole else None
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, BilevelWarning, stacklevel=3)
 
 
 class Log:
@@ -21,14 +69,14 @@ class Log:
 
     Args:
         folder: where.
-        iteration: the hyperiteration after which the run goes on, or None when it begins; later records are dropped.
+        iteration: the hyperiteration after which the run is resumed, or None for a new run; later records are dropped.
     """
 
     def __init__(self, folder: RunFolder, iteration: int | None) -> None:
         folder.forget_after(-1 if iteration is None else iteration)
         self.path = folder.metrics
         try:
-            # Unbuffered, so that a full disk is noticed by the line that meets it.
+            # Unbuffered, so that a full disk is an error at the first line that does not fit.
             self.file = folder.metrics.open("ab", buffering=0)
             self.events = _events(folder.events, iteration)
         except OSError as error:
@@ -54,7 +102,7 @@ class Log:
 
 
 class Events:
-    """One of TensorBoard's files. Its own writer has a thread, in which an error ends as a traceback."""
+    """A file of TensorBoard events. TensorBoard's own writer runs in a thread, where errors cannot be caught."""
 
     def __init__(self, folder: Path, iteration: int | None) -> None:
         self.event: Any = import_module("tensorboard.compat.proto.event_pb2")
@@ -65,7 +113,7 @@ class Events:
         self.file = (folder / name).open("wb", buffering=0)
         self.records = writer.RecordWriter(self.file)
         self._add(file_version="brain.Event:2")
-        if iteration is not None:  # what was logged after the checkpoint is run again, and replaced
+        if iteration is not None:  # TensorBoard drops what was logged after the checkpoint
             start = self.event.SessionLog(status=self.event.SessionLog.START)
             self._add(step=iteration + 1, session_log=start)
 

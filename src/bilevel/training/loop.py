@@ -1,34 +1,37 @@
-"""The outer loop of a long run: hyperiterations, validation, checkpoints, and an orderly end."""
+"""A long run: the loop with validation, checkpoints, a log and requests to stop, in a folder that it can go on from."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from bilevel.distributed import World
 from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.files import NotWritten
+from bilevel.hyperiterations import Loop, budget, every
 from bilevel.progress import bar
-from bilevel.training.distributed import World
-from bilevel.training.files import NotWritten, write_tensors
+from bilevel.training.files import write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import Log
+from bilevel.training.parts import JobStep, Metrics, Validation
 from bilevel.training.stopping import EarlyStopping, Interrupted, StopRequest, stop_requests
 
 
 class Job(Protocol):
-    """What is being learned. Hyperiterations are numbered 1, 2, …; number k depends on k and the state alone."""
+    """The driver of a training. Hyperiterations are numbered 1, 2, …; number k depends on k and the state alone."""
 
-    def step(self, iteration: int, stop: StopRequest) -> tuple[dict[str, float], bool]:
+    def step(self, iteration: int, stop: StopRequest | bool) -> tuple[dict[str, float], bool]:
         """One hyperiteration: its `loss` and `images_per_second`, and whether any process was asked to stop.
 
-        If it raises, nothing has changed."""
+        `Interrupted` if it stops halfway for that. If it raises, nothing has changed."""
 
-    def validate(self, iteration: int, stop: StopRequest) -> dict[str, float]:
+    def validate(self, iteration: int, stop: StopRequest | bool) -> dict[str, float]:
         """Numbers on validation data, with the `score` to maximise; `Interrupted` if a process is asked to stop."""
 
     def state(self) -> dict[str, Tensor]:
@@ -43,7 +46,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long to run, and how often to look up.
+    """How long to run, and how often to validate, save and log.
 
     Args:
         iterations: hyperiterations in all.
@@ -59,6 +62,10 @@ class Schedule:
     log_every: int = 20
     patience: int = 0
 
+    def validates(self, k: int) -> bool:
+        """Whether a validation is due after k hyperiterations."""
+        return k % self.validate_every == 0 or k == self.iterations
+
 
 @dataclass
 class Ending:
@@ -72,25 +79,13 @@ class Ending:
     exit_code: int = 0
 
 
-def train(
-    job: Job,
-    folder: RunFolder,
-    schedule: Schedule,
-    *,
-    world: World | None = None,
-    report: Callable[[str], None] = print,
-    progress: bool = False,
-) -> Ending:
-    """Run the job from the folder's newest checkpoint, or from the start, to the end of its schedule.
+class Run:
+    """A job in its folder: the constructor goes back to the newest checkpoint, and `go` runs on to the last
+    hyperiteration of the schedule.
 
     A run that is stopped and continued goes through the same states, bit for bit, as one that was not. Rank 0 writes;
     all processes read the same checkpoint.
     """
-    return Run(job, folder, schedule, world, report).go(progress)
-
-
-class Run:
-    """`train` in two parts: the constructor goes back to the newest checkpoint, and `go` goes on from there."""
 
     def __init__(
         self,
@@ -101,28 +96,38 @@ class Run:
         report: Callable[[str], None] = print,
     ) -> None:
         self.job, self.folder, self.schedule, self.world = job, folder, schedule, world or World()
-        self.stopping = EarlyStopping(schedule.patience)
-        self.iteration = 0
-        self.validated_at = -1
+        self.metrics = Metrics(schedule.log_every, schedule.iterations)
+        self.validation = Validation(job, schedule.validates, EarlyStopping(schedule.patience))
+        self.loop = Loop([])
         self.saved: tuple[int, int] | None = None
-        self.losses: list[dict[str, float]] = []
-        self.earlier_seconds = 0.0
         with self.world.agreed():
             self._restore(report)
         self._check_agreement()
-        self.began = time.monotonic()
+
+    @property
+    def iteration(self) -> int:
+        """How many hyperiterations are done."""
+        return self.loop.k
 
     def _restore(self, report: Callable[[str], None]) -> None:
         found = self.folder.checkpoints.newest(report if self.world.writes else lambda message: None)
         if found is None:
+            # `last` is written after a checkpoint, so a run that was killed before its first one has no such file.
+            if self.folder.last.exists():
+                raise BilevelError(
+                    f"{self.folder.path} holds a run whose checkpoints are gone: {self.folder.checkpoints.folder} has "
+                    "none, and starting at 0 would overwrite the run's weights and metrics. Put the checkpoints back, "
+                    "or begin a new run in another folder with --out DIR."
+                )
             return
         tensors, facts = found
         self.job.restore(tensors)
-        self.stopping.restore(facts["stopping"])
-        self.iteration, self.earlier_seconds = facts["iteration"], facts["seconds"]
-        self.validated_at = facts.get("validated_at", self.iteration)
-        self.losses = facts.get("losses", [])
-        self.saved = (self.iteration, self.validated_at)
+        self.loop.k = facts["iteration"]
+        self.metrics.losses = facts.get("losses", [])
+        self.validation.stopping.restore(facts["stopping"])
+        self.validation.validated_at = facts.get("validated_at", self.iteration)
+        self.validation.began -= facts["seconds"]
+        self.saved = (self.iteration, self.validation.validated_at)
 
     def _check_agreement(self) -> None:
         where = torch.zeros(self.world.size, dtype=torch.long)
@@ -134,94 +139,80 @@ class Run:
                 f"{self.folder.path}. Choose a folder that all machines share with --out DIR."
             )
 
-    @property
-    def seconds(self) -> float:
-        return self.earlier_seconds + time.monotonic() - self.began
-
-    def go(self, progress: bool = False, title: str = "hyperiterations") -> Ending:
+    def go(self, progress: bool = False, title: str = "hyperiterations", deadline: float = math.inf) -> Ending:
+        """Run, save and say how it ended; `deadline` is when to stop, on the clock of `time.monotonic`."""
         try:
             with ExitStack() as stack:
-                stop = stack.enter_context(stop_requests())
-                log = stack.enter_context(self._log()) if self.world.writes else None
-                show = stack.enter_context(self._bar(title, progress and self.world.writes))
+                stop = stack.enter_context(stop_requests(deadline))
+                self._assemble(stop, stack, title, progress and self.world.writes)
                 try:
-                    outcome = self._loop(stop, log, show)
+                    outcome = self.loop.run(lambda: drive(self.job, self.loop, stop))
+                except Interrupted:
+                    outcome = _interrupted(stop, self.iteration)
                 except DivergenceError as error:
                     outcome = Outcome("diverged", f"Stopped in hyperiteration {self.iteration + 1}: {error}")
-                self._save()
+                self._save(self.iteration)
         except NotWritten as error:
             raise NotWritten(
                 f"{error} The run stopped after hyperiteration {self.iteration}, and its newest checkpoint is valid. "
                 "Make room and go on with --resume."
             ) from error
         code = stop.exit_code if outcome.kind == "interrupted" else int(not outcome.ok)
-        best = self.stopping
-        return Ending(outcome, self.iteration, self.seconds, best.best, best.best_iteration, code)
+        best = self.validation.stopping
+        return Ending(outcome, self.iteration, self.validation.seconds, best.best, best.best_iteration, code)
 
-    def _loop(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> Outcome:
-        schedule, stopped = self.schedule, False
-        while True:
-            due = self.iteration % schedule.validate_every == 0 or self.iteration == schedule.iterations
-            if due and self.validated_at != self.iteration:
-                try:
-                    self._validate(stop, log, show)
-                except Interrupted:  # made up for when the run goes on
-                    stopped = True
-            if self.iteration and self.iteration % schedule.checkpoint_every == 0:
-                self._save()
-            if stopped:
-                return Outcome("interrupted", f"Stopped by {stop.name} after hyperiteration {self.iteration}.")
-            if self.iteration >= schedule.iterations:
-                return Outcome("finished", f"Ran all {self.iteration} hyperiterations.")
-            if self.stopping.stop:
-                waited = self.stopping.waited
-                return Outcome("stopped early", f"Stopped early: no better validation score in {waited} validations.")
-            stopped = self._step(stop, log, show)
+    def _assemble(self, stop: StopRequest, stack: ExitStack, title: str, show: bool) -> None:
+        """Give the loop its parts; only one process writes and shows."""
 
-    def _step(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> bool:
-        schedule = self.schedule
-        numbers, stopped = self.job.step(self.iteration + 1, stop)
-        self.iteration += 1
-        self.losses.append(numbers)
-        means = {name: sum(line[name] for line in self.losses) / len(self.losses) for name in numbers}
-        show(self.iteration, loss=f"{means['loss']:.4f}", rate=f"{means['images_per_second']:.0f}")
-        if self.iteration % schedule.log_every == 0 or self.iteration == schedule.iterations:
-            self.losses.clear()
-            if log is not None:
-                log.write(self.iteration, means)
-        return stopped
+        def stopped(k: int, step: JobStep) -> Outcome | None:
+            return _interrupted(stop, k) if step.stopped else None
 
-    def _validate(self, stop: StopRequest, log: Log | None, show: Callable[..., None]) -> None:
-        numbers = self.job.validate(self.iteration, stop)
-        self.validated_at = self.iteration
-        show(self.iteration, accuracy=f"{numbers['score']:.2%}")
-        better = self.stopping.update(self.iteration, numbers["score"])
-        if log is not None:
-            log.write(self.iteration, {**numbers, "minutes": self.seconds / 60})
-            if better:
-                write_tensors(self.folder.best, self.job.weights(), {"iteration": self.iteration, **numbers})
+        self.validation.stop = stop
+        if self.world.writes:
+            log = stack.enter_context(Log(self.folder, self.iteration if self.saved else None))
+            self.metrics.write = self.validation.write = log.write
+            self.validation.keep_best = self._write_best
+        detail = "loss {task.fields[loss]}  validation {task.fields[accuracy]}  {task.fields[rate]} images/s"
+        fields = {"loss": "…", "accuracy": "…", "rate": "…"}
+        done, total = self.iteration, self.schedule.iterations
+        advance = stack.enter_context(bar(title, total, detail, done, show, **fields))
+        self.metrics.show = self.validation.show = advance
+        self.loop.parts = [
+            self.metrics,
+            self.validation,
+            every(self.schedule.checkpoint_every, self._save),
+            stopped,
+            budget(self.schedule.iterations),
+            self.validation.stop_early,
+        ]
 
-    def _save(self) -> None:
-        """A checkpoint, and the weights it holds for people who want only those."""
-        now = (self.iteration, self.validated_at)
+    def _write_best(self, k: int, numbers: Mapping[str, float]) -> None:
+        write_tensors(self.folder.best, self.job.weights(), {"iteration": k, **numbers})
+
+    def _save(self, k: int, step: JobStep | None = None) -> None:
+        """A checkpoint, and the weights that it holds in a file of their own."""
+        now = (k, self.validation.validated_at)
         if not self.world.writes or self.saved == now:
             return
         facts = {
-            "stopping": self.stopping.state(),
-            "seconds": self.seconds,
-            "validated_at": self.validated_at,
-            "losses": self.losses,
+            "stopping": self.validation.stopping.state(),
+            "seconds": self.validation.seconds,
+            "validated_at": self.validation.validated_at,
+            "losses": self.metrics.losses,
         }
-        self.folder.checkpoints.write(self.iteration, self.job.state(), facts)
-        write_tensors(self.folder.last, self.job.weights(), {"iteration": self.iteration})
+        self.folder.checkpoints.write(k, self.job.state(), facts)
+        write_tensors(self.folder.last, self.job.weights(), {"iteration": k})
         self.saved = now
 
-    def _log(self) -> Log:
-        return Log(self.folder, self.iteration if self.saved else None)
 
-    def _bar(self, title: str, progress: bool) -> AbstractContextManager[Callable[..., None]]:
-        if not progress:
-            return nullcontext(lambda done, **fields: None)
-        detail = "loss {task.fields[loss]}  validation {task.fields[accuracy]}  {task.fields[rate]} images/s"
-        fields = {"loss": "…", "accuracy": "…", "rate": "…"}
-        return bar(title, self.schedule.iterations, detail, done=self.iteration, **fields)
+def _interrupted(stop: StopRequest, k: int) -> Outcome:
+    return Outcome("interrupted", f"Stopped by {stop.name} after hyperiteration {k}.")
+
+
+def drive(job: Job, loop: Loop, stop: StopRequest | bool = False) -> NoReturn:
+    """Run hyperiterations of the job from where the loop is, until one of its parts ends it."""
+    step, k = JobStep(), loop.k
+    while True:
+        loop.look(k, step)
+        k += 1
+        step = JobStep(*job.step(k, stop))

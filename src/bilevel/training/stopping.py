@@ -1,8 +1,9 @@
-"""When a run ends before its last hyperiteration: it stopped getting better, or somebody asked."""
+"""Ending a run before its last hyperiteration: early stopping, signals, and a time budget."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-# A Ctrl-C reaches a process twice under torchrun, from the terminal and passed on; later than this it is a second one.
+# Under torchrun a Ctrl-C reaches a process twice, from the terminal and from torchrun. A signal later than this is new.
 ECHO_SECONDS = 3.0
+# The processes of a run start, and so end their time budgets, within this time of each other.
+START_SECONDS = 60.0
+# The exit code of a run whose time budget is used up: "try again later" in the BSD convention (EX_TEMPFAIL).
+TIME_USED = 75
+NAMES = {"SIGINT": "Ctrl-C", "SIGTERM": "SIGTERM", "SIGHUP": "SIGHUP (a closed terminal)"}
 
 
 @dataclass
@@ -47,48 +53,77 @@ class EarlyStopping:
 
 
 class Interrupted(Exception):
-    """Something long was left unfinished, because a stop was asked for."""
+    """A hyperiteration or a validation was not finished, because the run was asked to stop. Nothing has changed."""
 
 
 @dataclass
 class StopRequest:
-    """Whether Ctrl-C or SIGTERM came to this process, which, and when."""
+    """Whether this process is to save and stop: it received a signal, or its time is used up.
+
+    Args:
+        signal: the signal that was received first.
+        when: the time of that signal.
+        deadline: the end of the time budget, on the clock of `time.monotonic`.
+    """
 
     signal: signal.Signals | None = None
     when: float = 0.0
+    deadline: float = math.inf
 
     def __bool__(self) -> bool:
-        return self.signal is not None
+        return self.signal is not None or time.monotonic() >= self.deadline
+
+    @property
+    def _late(self) -> bool:
+        """Whether a stop without a signal to this process is the end of the time budget, here or in another process."""
+        return time.monotonic() >= self.deadline - START_SECONDS
 
     @property
     def name(self) -> str:
-        names = {None: "a signal to another process", signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-        return names[self.signal]
+        if self.signal is not None:
+            return NAMES[self.signal.name]
+        return "its time budget" if self._late else "a signal to another process"
 
     @property
     def exit_code(self) -> int:
-        """The shell's convention for a process ended by a signal."""
-        return 128 + int(self.signal or signal.SIGTERM)
+        """The shell's convention for a process ended by a signal; `TIME_USED` for the end of the time budget."""
+        return TIME_USED if self.signal is None and self._late else 128 + int(self.signal or signal.SIGTERM)
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Ctrl-C and SIGTERM become a request that the loop answers when it can save; a second one ends it at once."""
-    request = StopRequest()
+def stop_requests(deadline: float = math.inf) -> Iterator[StopRequest]:
+    """Ctrl-C, SIGTERM and SIGHUP become a request to save and stop; a second one raises `KeyboardInterrupt` at once.
+
+    A signal that is ignored stays ignored: `nohup` does this with SIGHUP.
+    """
+    request = StopRequest(deadline=deadline)
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may install handlers
         return
+    terminals = [output for output in (1, 2) if os.isatty(output)]
 
     def note(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not request:
+        _leave(terminals)
+        if request.signal is None:
             request.signal, request.when = signal.Signals(number), now
         elif now - request.when > ECHO_SECONDS:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # Windows has no SIGHUP
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _leave(terminals: list[int]) -> None:
+    """Send output to nowhere where the terminal has been closed: writing would be an error before all is saved."""
+    for output in terminals:
+        if not os.isatty(output):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)

@@ -1,12 +1,13 @@
-"""Tune the hyperparameters of any torch model: what can be declared, and what comes back."""
+"""Tune the hyperparameters of any torch model: the roles to declare, and the result."""
 
 from __future__ import annotations
 
 from bilevel.tuning.gap import Gap
-from bilevel.tuning.preparation import Prepared, prepare
+from bilevel.tuning.preparation import prepare
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.augmentation import Augmentation, gaussian_noise
 from bilevel.tuning.roles.base import Hyperparameter
+from bilevel.tuning.roles.example_weight import ExampleWeight
 from bilevel.tuning.roles.example_weights import ExampleWeights
 from bilevel.tuning.roles.initialisation import Initialisation
 from bilevel.tuning.roles.label_smoothing import LabelSmoothing
@@ -14,11 +15,13 @@ from bilevel.tuning.roles.learning_rate import LearningRate
 from bilevel.tuning.roles.loss_weights import LossWeights
 from bilevel.tuning.roles.momentum import Momentum
 from bilevel.tuning.roles.weight_decay import WeightDecay
-from bilevel.tuning.transforms.base import Transform
+from bilevel.tuning.training_problem import TrainingProblem
+from bilevel.tuning.transforms import Transform
 from bilevel.tuning.tuner import tune
 
 __all__ = [
     "Augmentation",
+    "ExampleWeight",
     "ExampleWeights",
     "Gap",
     "Hyperparameter",
@@ -27,7 +30,7 @@ __all__ = [
     "LearningRate",
     "LossWeights",
     "Momentum",
-    "Prepared",
+    "TrainingProblem",
     "Transform",
     "Tuned",
     "WeightDecay",

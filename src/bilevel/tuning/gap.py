@@ -1,33 +1,29 @@
-"""How far the validation loss of the tuned model is from that of a fully trained one."""
+"""A bound on the difference between the tuned model's validation loss and that of a fully trained model."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from bilevel import trees
 from bilevel.certificate import Certificate, certify
 from bilevel.errors import BilevelError, Outcome
-from bilevel.problem import Problem, Task
-from bilevel.trees import Tree
-from bilevel.tuning.batches import Batch, Replay
+from bilevel.problem import Task
+from bilevel.tuning.batches import Batch, ReplayedLoader, whole_batch
+from bilevel.tuning.training_problem import Lam, TrainingProblem, Weights
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A bound on |f_T(λ) − f(λ)|, where f has the inner problem solved on the whole training set, or why there is none.
+    """A bound on |f_T(λ) − f(λ)|, where f is the validation loss of the minimiser on the whole training set.
 
     Attributes:
         bound: the bound; infinite where there is none.
-        sentence: what it rests on, or why there is none.
-        certificate: all that is known, if the inner problem is one that can be certified.
+        sentence: what the bound assumes, or why there is none.
+        certificate: the certificate of the inner problem, if it can be certified.
     """
 
     bound: float
@@ -44,69 +40,57 @@ class Gap:
         return f"Training to the end would change the validation loss by at most {self.bound:.3g}. {self.sentence}"
 
 
-def find_gap(
-    problem: Problem,
-    lam: Tree,
-    w: Tree,
-    task: Task,
-    whole: Batch | None,
-    dynamics: Any,
-    steps: int,
-    random: bool,
-) -> Gap:
-    """The gap at w = w_T. Certificates are about one inner objective: that of the whole training set.
-
-    Args:
-        whole: the whole training set where steps use minibatches; None where they use it anyway.
-    """
-    if random:
-        return _no(
+def find_gap(job: TrainingProblem, lam: Lam, w: Weights) -> Gap:
+    """The gap at w = w_T. A certificate is about one inner objective: that of the whole training set."""
+    if job.random:
+        return _no_bound(
             "the training loss is random (dropout or augmentation), so there is no one inner problem to be solved."
         )
-    kinds = {x.dtype for x in trees.tensors(w)}
-    if not kinds <= {torch.float32, torch.float64}:
-        return _no(f"certificates need float32 or float64, and the model is {', '.join(map(str, kinds))}.")
+    if job.network.like.dtype not in (torch.float32, torch.float64):
+        return _no_bound(f"certificates need float32 or float64, and the model is {job.network.like.dtype}.")
+    data = job.data
     try:
-        with warnings.catch_warnings(record=True) as noticed:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if whole is None:
-                found = certify(problem, lam, task, dynamics=dynamics, steps=steps)
+            if isinstance(data, Batch):
+                found = certify(job.problem, lam, job.task, dynamics=job.dynamics, steps=job.steps)
             else:
-                # Minibatches have brought w to w_T; from there on the question is about the whole training set.
-                found = certify(problem, lam, Task(whole, task.val), dynamics=dynamics, steps=0, start=w)
-                found = dataclasses.replace(found, steps=steps, search=None)
+                whole = whole_batch(data.loader, job.seed, job.network.like, "train")
+                refusal = _other_objective(job, lam, w, data, whole)
+                if refusal is not None:
+                    return _no_bound(refusal)
+                # Minibatches led to w_T; the certificate is about the whole training set from there on.
+                task = Task(whole, job.val)
+                found = certify(job.problem, lam, task, dynamics=job.dynamics, steps=0, start=w)
+                found = dataclasses.replace(found, steps=job.steps, search=None)
     except BilevelError as error:
-        return _no(str(error))
-    remarks = " ".join(dict.fromkeys(str(one.message) for one in noticed))
-    sentence = Outcome(found.outcome.kind, f"{found.outcome} {remarks}".strip())
-    return Gap(found.value_gap, sentence, found)
+        return _no_bound(str(error))
+    remarks = " ".join(dict.fromkeys(str(one.message) for one in caught))
+    return Gap(found.value_gap, Outcome(found.outcome.kind, f"{found.outcome} {remarks}".strip()), found)
 
 
-def refuse_other_problem(loss: Callable[[Batch], Tensor], steps: Replay, whole: Batch) -> Gap | None:
-    """A gap that says no where minibatches follow another objective than that of the whole training set.
+def _other_objective(job: TrainingProblem, lam: Lam, w: Weights, data: ReplayedLoader, whole: Batch) -> str | None:
+    """Why minibatches minimise another objective than that of the whole training set, or None.
 
-    With a sum over examples in place of a mean, the whole set weighs N/B times as much against a penalty as a batch of
-    B does; and a sampler that repeats some examples weighs them more.
-
-    Args:
-        loss: the training loss without penalties.
+    With a sum over examples instead of a mean, the loss of N examples weighs N/B times as much against a penalty as
+    that of a batch of B. A sampler that repeats some examples gives them more weight.
     """
-    if len(set(whole.index.tolist())) < len(whole.index):
-        return _no("the training loader's sampler repeats examples, so there is no one training set to be solved on.")
+    if len(set(whole.index.tolist())) < whole.count:
+        return "the training loader's sampler repeats examples, so there is no one training set to be solved on."
     with torch.no_grad():
-        all_at_once = float(loss(whole))
-        batches = [steps(t) for t in range(1, steps.per_epoch + 1)]
-        shown = sum(len(batch.index) for batch in batches)
-        one_by_one = sum(float(loss(batch)) * len(batch.index) for batch in batches) / shown
-    # A part of an epoch differs from the whole by chance; a whole one with class weights a little, with a sum by much.
-    tolerance = 0.05 if shown >= len(whole.index) else 0.5
-    if abs(one_by_one - all_at_once) > tolerance * abs(all_at_once):
-        return _no(
-            f"the training loss is {all_at_once:.3g} on all examples and {one_by_one:.3g} on its batches, as with "
-            "reduction='sum'. Minibatches then solve another problem than the whole training set. Use a mean."
-        )
-    return None
+        all_at_once = float(job.data_loss(w, lam, whole))
+        batches = [data(t) for t in range(1, data.per_epoch + 1)]
+        shown = sum(batch.count for batch in batches)
+        by_batches = sum(float(job.data_loss(w, lam, batch)) * batch.count for batch in batches) / shown
+    # Part of an epoch differs from the whole by chance. A whole epoch differs slightly with class weights.
+    tolerance = 0.05 if shown >= whole.count else 0.5
+    if abs(by_batches - all_at_once) <= tolerance * abs(all_at_once):
+        return None
+    return (
+        f"the training loss is {all_at_once:.3g} on all examples and {by_batches:.3g} on its batches, as with "
+        "reduction='sum'. Minibatches then solve another problem than the whole training set. Use a mean."
+    )
 
 
-def _no(reason: str) -> Gap:
+def _no_bound(reason: str) -> Gap:
     return Gap(math.inf, Outcome("failed", f"No bound: {reason}"))

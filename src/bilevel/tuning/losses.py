@@ -15,13 +15,13 @@ from bilevel.errors import BilevelError
 from bilevel.tuning.batches import Batch
 
 
-class Criterion:
-    """A loss as `criterion(output, targets, hp)`, whatever form it was passed in.
+class ModelLoss:
+    """The user's loss with one signature, `loss(output, batch, targets, hp)`, whatever form it was passed in.
 
     Args:
         loss: `loss(output, targets)` or `loss(output, targets, hp)`; a function or a module.
-        name: what it is called in messages.
-        per_example: whether one number per example is wanted. Losses of torch with a `reduction` are asked for it.
+        name: its name in messages.
+        per_example: whether one number per example is needed. Losses with a `reduction` are called with "none".
     """
 
     def __init__(self, loss: Any, name: str, per_example: bool = False) -> None:
@@ -31,9 +31,11 @@ class Criterion:
                 "torch.nn.CrossEntropyLoss()."
             )
         self.name, self.per_example = name, per_example
-        self.takes_hp = _required(loss) >= 3
-        self._loss = _unreduced(loss) if per_example else loss
-        self._reduction, self._average = _reduction(loss), _average(loss)
+        parameters = _parameters(loss.forward if isinstance(loss, nn.Module) else loss)
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.takes_hp = sum(p.kind in positional and p.default is p.empty for p in parameters.values()) >= 3
+        self._loss = _without_reduction(loss) if per_example else loss
+        self._reduction, self._class_weights, self._ignored_label = _reduction(loss)
 
     def __call__(self, output: Any, batch: Batch, targets: Any, hp: Mapping[str, Any]) -> Tensor:
         value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
@@ -49,12 +51,13 @@ class Criterion:
                     "one number per example. Let it return them without .mean() or .sum() (reduction='none')."
                 )
             entries = value.reshape(count, -1)
-            # The mean over the examples is to be the loss as it was passed, when all weights are 1.
+            # With all weights 1, the mean over the examples has to be the loss as it was passed.
             if self._reduction == "sum":
                 return entries.sum(1) * count
-            return (entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)) * self._share(batch.targets)
+            entries = entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)
+            return entries * self._mean_correction(batch.targets)
         if targets is not batch.targets:
-            value = value * self._share(batch.targets)
+            value = value * self._mean_correction(batch.targets)
         if value.ndim == 1 and len(value) == count:
             return value.mean()
         if value.ndim != 0:
@@ -64,70 +67,56 @@ class Criterion:
             )
         return value
 
-    def _share(self, labels: Any) -> Any:
-        """How many labels there are over how many count. Where a class has a weight or is ignored, torch's mean is over
-        what counts; asked for one number per example, or given probabilities for labels, torch forgets it."""
-        if self._average is None or self._reduction != "mean":
+    def _mean_correction(self, labels: Any) -> Any:
+        """The number of labels over their total weight.
+
+        With class weights or an ignored label, torch's mean is a weighted one. With reduction="none", or with
+        probabilities as targets, torch divides by the plain count instead.
+        """
+        integers = isinstance(labels, Tensor) and not labels.is_floating_point()
+        if self._ignored_label is None or self._reduction != "mean" or not integers:
             return 1.0
-        weight, ignored = self._average
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return 1.0
-        kept = labels != ignored
-        each = kept if weight is None else weight.to(labels.device)[labels.long().where(kept, 0)] * kept
-        return labels.numel() / each.sum()
+        weights = labels != self._ignored_label
+        if self._class_weights is not None:
+            weights = self._class_weights.to(labels.device)[labels.long().where(weights, 0)] * weights
+        return labels.numel() / weights.sum()
 
 
-def criteria(loss: Any, per_example: bool) -> dict[str, Criterion]:
+def model_losses(loss: Any, per_example: bool) -> dict[str, ModelLoss]:
     """The training losses by name."""
-    if isinstance(loss, Mapping):
-        if not loss:
-            raise BilevelError("loss={} names no loss. Pass a function, or a dict with at least one.")
-        return {str(name): Criterion(one, f"loss[{name!r}]", per_example) for name, one in loss.items()}
-    return {"loss": Criterion(loss, "loss", per_example)}
+    if not isinstance(loss, Mapping):
+        return {"loss": ModelLoss(loss, "loss", per_example)}
+    if not loss:
+        raise BilevelError("loss={} names no loss. Pass a function, or a dict with at least one.")
+    return {str(name): ModelLoss(one, f"loss[{name!r}]", per_example) for name, one in loss.items()}
 
 
-def _required(loss: Callable[..., Any]) -> int:
-    """How many positional arguments the loss asks for."""
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function; none where Python cannot read them (some built-in functions)."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return 2
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+        return {}
 
 
-def _unreduced(loss: Any) -> Callable[..., Any]:
+def _without_reduction(loss: Any) -> Callable[..., Any]:
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         loss = copy.deepcopy(loss)
         loss.reduction = "none"
         return loss
-    try:
-        known = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        known = False
-    return functools.partial(loss, reduction="none") if known else loss
+    return functools.partial(loss, reduction="none") if "reduction" in _parameters(loss) else loss
 
 
-def _settings(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """A loss of torch and what it was told, for a module as for a function with some arguments filled in."""
-    told: dict[str, Any] = {}
+def _reduction(loss: Any) -> tuple[str, Tensor | None, int | None]:
+    """The reduction of a loss of torch, its class weights, and the label that it ignores; None if it ignores none."""
+    settings: dict[str, Any] = {}
     while isinstance(loss, functools.partial):
-        told = {**loss.keywords, **told}
+        settings = {**loss.keywords, **settings}
         loss = loss.func
     if isinstance(loss, nn.Module):
-        names = ("reduction", "weight", "ignore_index")
-        return loss, {name: getattr(loss, name) for name in names if hasattr(loss, name)}
-    return loss, told
-
-
-def _reduction(loss: Any) -> str:
-    return str(_settings(loss)[1].get("reduction", "mean"))
-
-
-def _average(loss: Any) -> tuple[Tensor | None, int] | None:
-    """The weights of classes and the label to ignore, of a loss that knows them."""
-    kind, told = _settings(loss)
-    if kind not in (F.cross_entropy, F.nll_loss) and not isinstance(kind, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return None
-    return told.get("weight"), told.get("ignore_index", -100)
+        settings = {
+            name: getattr(loss, name) for name in ("reduction", "weight", "ignore_index") if hasattr(loss, name)
+        }
+    of_labels = loss in (F.cross_entropy, F.nll_loss) or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+    ignored = settings.get("ignore_index", -100) if of_labels else None
+    return str(settings.get("reduction", "mean")), settings.get("weight"), ignored

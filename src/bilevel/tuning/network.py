@@ -3,84 +3,59 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from bilevel.errors import BilevelError
+from bilevel.modules import functional
 from bilevel.tuning.batches import Batch
 
 
 class Network:
-    """`train(w, inputs)` and `evaluate(w, inputs)` of a module at parameters w; the module itself is never changed.
+    """`train(w, inputs)` and `evaluate(w, inputs)` of a module at parameters w. The module itself is never changed.
 
-    Training is in train mode: dropout drops, batch norm takes the statistics of its batch. Evaluation is in eval mode,
-    except that batch norm again takes the statistics of the data it is given: the running averages are no function of
-    w. A batch norm that was put into eval mode inside a model in train mode is taken as frozen, and stays so.
+    Training is in train mode: dropout is on, and batch norm uses the statistics of its batch. Evaluation is in eval
+    mode, except that batch norm uses the statistics of the data that it is given, because running averages are not a
+    function of w. A batch norm in eval mode inside a model in train mode is taken as frozen, and stays in eval mode.
     Parameters that do not require grad are constants.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise BilevelError(f"model is {type(model).__name__}; pass a torch.nn.Module.")
+        _check(model)
         self.model = model
-        _refuse_unfinished(model)
-        self.w = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        if not self.w:
-            raise BilevelError(
-                f"The model, {type(model).__name__}, has no parameters that require grad, so there is nothing to "
-                "train. Call requires_grad_() on those to be trained."
-            )
-        kinds = {(p.dtype, p.device) for p in self.w.values()}
-        if len(kinds) > 1 or not next(iter(self.w.values())).is_floating_point():
-            raise BilevelError(
-                f"The model's parameters are of several kinds: {sorted(map(str, kinds))}. Pass a model with one "
-                "floating dtype on one device."
-            )
-        self.norms = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, _NormBase) and not (model.training and not module.training)
-        ]
-        frozen = [
-            name for name, module in model.named_modules() if isinstance(module, _NormBase) and name not in self.norms
-        ]
-        self._training = _copy(model).train()
-        for name in frozen:
-            self._training.get_submodule(name).eval()
-        self._evaluation = self._in_eval_mode()
+        modes = {name: module.training for name, module in model.named_modules() if isinstance(module, _NormBase)}
+        # The batch norms that are not frozen.
+        self.norms = [name for name, training in modes.items() if training or not model.training]
+        training = _copy(model).train()
+        for name in modes.keys() - set(self.norms):
+            training.get_submodule(name).eval()
+        self.w, self.train = functional(training)
+        _, self.evaluate = functional(self._in_eval_mode())
 
     @property
     def like(self) -> Tensor:
         """A tensor of the model's dtype, on its device."""
         return next(iter(self.w.values()))
 
-    def train(self, w: dict[str, Tensor], inputs: Any) -> Any:
-        return _call(self._training, w, inputs)
-
-    def evaluate(self, w: dict[str, Tensor], inputs: Any) -> Any:
-        return _call(self._evaluation, w, inputs)
-
     def trained(self, w: dict[str, Tensor], batches: list[Batch]) -> nn.Module:
-        """A copy of the module with parameters w, in eval mode, its running averages taken anew from the batches."""
+        """A copy of the module with parameters w, in eval mode. Its running averages are computed from the batches."""
         model = self._in_eval_mode()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name in w:
                     parameter.copy_(w[name])
-            norms: list[Any] = [model.get_submodule(name) for name in self.norms]
-            kept = [norm.momentum for norm in norms]
+            norms = [model.get_submodule(name) for name in self.norms]
+            momenta = [norm.momentum for norm in norms]
             for norm in norms:
-                norm.reset_running_stats()
-                # None is the plain average of all batches.
-                norm.momentum = None
+                norm.reset_running_stats()  # type: ignore[operator]
+                # None is the plain average over all batches.
+                norm.momentum = None  # type: ignore[assignment]
             for batch in batches if norms else []:
                 model(batch.inputs)
-            for norm, momentum in zip(norms, kept, strict=True):
+            for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
         return model.eval()
 
@@ -91,26 +66,34 @@ class Network:
         return model
 
 
-def _call(module: nn.Module, w: dict[str, Tensor], inputs: Any) -> Any:
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    # Fused attention can be differentiated once; hypergradients differentiate training steps, which is twice.
-    with sdpa_kernel(SDPBackend.MATH):
-        return torch.func.functional_call(module, {**w, **buffers}, (inputs,))
-
-
-def _refuse_unfinished(model: nn.Module) -> None:
-    """Parameters without numbers cannot be trained."""
+def _check(model: nn.Module) -> None:
+    """Refuse a model without parameters to train, with parameters of several kinds, or with parameters without data."""
+    if not isinstance(model, nn.Module):
+        raise BilevelError(f"model is {type(model).__name__}; pass a torch.nn.Module.")
+    kind = type(model).__name__
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
             raise BilevelError(
-                f"The model's {name!r} has no shape yet: {type(model).__name__} has lazy layers. Call the model once "
-                "on a batch before tuning it."
+                f"The model's {name!r} has no shape yet: {kind} has lazy layers. Call the model once on a batch before "
+                "tuning it."
             )
         if value.is_meta:
             raise BilevelError(
-                f"The model's {name!r} is on the meta device, which keeps shapes but no numbers. Call "
+                f"The model's {name!r} is on the meta device, which has shapes but no numbers. Call "
                 "model.to_empty(device='cpu') and initialise it, or build the model on a real device."
             )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise BilevelError(
+            f"The model, {kind}, has no parameters that require grad, so there is nothing to train. Call "
+            "requires_grad_() on those to be trained."
+        )
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained}
+    if len(kinds) > 1 or not trained[0].is_floating_point():
+        raise BilevelError(
+            f"The model's parameters are of several kinds: {sorted(map(str, kinds))}. Pass a model with one floating "
+            "dtype on one device."
+        )
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Pictures of a tuning: the validation loss, and each hyperparameter in the form people would look at."""
+"""Pictures of a tuning: the validation loss, and every hyperparameter before and after."""
 
 from __future__ import annotations
 
@@ -6,92 +6,70 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilevel import trees
+from bilevel import plotting, trees
+from bilevel.plotting import titled
 from bilevel.tuning.space import Space
+from bilevel.tuning.transforms import LogTransform
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-BEFORE, AFTER = "#6E6E6E", "#0072B2"
-BARS = 40
+BEFORE, AFTER = plotting.GREY, plotting.BLUE
+# More values than this are drawn as a histogram.
+LARGEST_BAR_CHART = 40
 
 
 def draw(
     figure: Figure | None, history: dict[str, Any], space: Space, before: dict[str, Any], after: dict[str, Any]
 ) -> Figure:
     """The validation loss over hyperiterations, and a panel for every hyperparameter."""
-    if figure is None:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as NewFigure
-
-        count = 1 + len(space.declared)
-        columns = min(count, 3)
-        lines = -(-count // columns)
-        figure = NewFigure(figsize=(4.4 * columns, 3.4 * lines), layout="constrained")
-        FigureCanvasAgg(figure)
     count = 1 + len(space.declared)
     columns = min(count, 3)
-    panels = figure.subplots(-(-count // columns), columns, squeeze=False).ravel()
-    for panel in panels[count:]:
-        panel.set_axis_off()
-    _validation(panels[0], history)
-    for panel, one in zip(panels[1:], space.declared, strict=False):
-        logarithmic = space.kinds[one.name].word == "log"
-        panel.set_title(one.name, loc="left")
-        _hyperparameter(
-            panel, one.axis(), before[one.name], after[one.name], history["values"].get(one.name), logarithmic
-        )
-    for panel in panels[:count]:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#E4E4E4", linewidth=0.8)
-        panel.set_axisbelow(True)
+    rows = -(-count // columns)
+    with plotting.style():
+        figure = figure or plotting.new_figure(4.4 * columns, 3.4 * rows)
+        panels = figure.subplots(rows, columns, squeeze=False).ravel()
+        for panel in panels[count:]:
+            panel.set_axis_off()
+        titled(panels[0], "validation loss", "hyperiteration").plot(history["value"], color=AFTER)
+        for panel, one in zip(panels[1:], space.declared, strict=False):
+            old, new, path = before[one.name], after[one.name], history["values"].get(one.name)
+            logarithmic = isinstance(space.transforms[one.name], LogTransform)
+            few = sum(map(np.size, trees.leaves(new))) <= LARGEST_BAR_CHART and one.per in ("run", "layer", "loss")
+            if isinstance(new, float):
+                titled(panel, one.name, "hyperiteration").plot([old, new] if path is None else path, color=AFTER)
+            elif one.per == "step":
+                _schedule(titled(panel, one.name, "step"), old, new)
+            elif few:
+                _bars(titled(panel, one.name, "" if one.per == "run" else one.per), old, new)
+            else:
+                _histogram(titled(panel, one.name, "tuned value", "how many"), new, logarithmic)
+                continue
+            panel.set_yscale("log" if logarithmic else "linear")
     return figure
 
 
-def _validation(panel: Axes, history: dict[str, Any]) -> None:
-    panel.plot(history["value"], color=AFTER)
-    panel.set_title("validation loss", loc="left")
-    panel.set_xlabel("hyperiteration")
+def _schedule(panel: Axes, before: Any, after: Any) -> None:
+    steps = np.arange(1, len(after) + 1)
+    panel.plot(steps, before, color=BEFORE, linestyle="--", label="start")
+    panel.plot(steps, after, color=AFTER, label="tuned")
+    panel.legend()
 
 
-def _hyperparameter(panel: Axes, axis: str | None, before: Any, after: Any, path: Any, logarithmic: bool) -> None:
-    if isinstance(after, np.ndarray) and axis is None and after.size <= BARS:
-        # A few numbers without names are counted.
-        before, after = ({str(i): float(x) for i, x in enumerate(np.ravel(part))} for part in (before, after))
-    if isinstance(after, float):
-        panel.plot([before, after] if path is None else path, color=AFTER)
-        panel.set_xlabel("hyperiteration")
-    elif axis == "step":
-        steps = np.arange(1, len(after) + 1)
-        panel.plot(steps, before, color=BEFORE, linestyle="--", label="start")
-        panel.plot(steps, after, color=AFTER, label="tuned")
-        panel.set_xlabel("step")
-        panel.legend(frameon=False)
-    elif isinstance(after, dict) and all(isinstance(x, float) for x in after.values()) and len(after) <= BARS:
-        places = np.arange(len(after))
-        panel.bar(places, list(after.values()), color=AFTER, label="tuned")
-        panel.scatter(places, list(before.values()), color=BEFORE, marker="_", s=150, label="start", zorder=3)
-        panel.set_xticks(
-            places, list(after), rotation=45 if len(after) > 4 else 0, ha="right" if len(after) > 4 else "center"
-        )
-        panel.set_xlabel(axis or "")
-        panel.legend(frameon=False)
-    else:
-        return _histogram(panel, after, logarithmic)
-    if logarithmic:
-        panel.set_yscale("log")
-    return None
+def _bars(panel: Axes, before: Any, after: Any) -> None:
+    names = list(after) if isinstance(after, dict) else [str(i) for i in range(after.size)]
+    heights, starts = (list(x.values()) if isinstance(x, dict) else np.ravel(x) for x in (after, before))
+    places, crowded = np.arange(len(names)), len(names) > 4
+    panel.bar(places, heights, color=AFTER, label="tuned")
+    panel.scatter(places, starts, color=BEFORE, marker="_", s=150, label="start", zorder=3)
+    panel.set_xticks(places, names, rotation=45 if crowded else 0, ha="right" if crowded else "center")
+    panel.legend()
 
 
 def _histogram(panel: Axes, after: Any, logarithmic: bool) -> None:
     entries = np.concatenate([np.ravel(leaf) for leaf in trees.leaves(after)])
-    if logarithmic and entries.min() < entries.max():
-        edges: Any = np.geomspace(entries.min(), entries.max(), 41)
-        panel.set_xscale("log")
-    else:
-        edges = 40
-    panel.hist(entries, bins=edges, color=AFTER)
-    panel.set_xlabel("tuned value")
-    panel.set_ylabel("how many")
+    logarithmic = logarithmic and entries.min() < entries.max()
+    bins: Any = np.geomspace(entries.min(), entries.max(), 41) if logarithmic else 40
+    panel.hist(entries, bins=bins, color=AFTER)
+    panel.set_xscale("log" if logarithmic else "linear")

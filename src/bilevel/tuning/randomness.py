@@ -1,4 +1,4 @@
-"""Randomness as a function of a seed and a number, and the global generators left as they were."""
+"""Random numbers as a function of a seed, a purpose and a number. The global generators are left as they were."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 
-def mixed(seed: int, what: str, number: int) -> int:
-    """A seed for each purpose and number; different for neighbouring ones."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {what} {number}".encode(), digest_size=4).digest(), "big")
+def derived_seed(seed: int, purpose: str, number: int) -> int:
+    """A seed for each purpose and number; those of neighbouring numbers are unrelated."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {purpose} {number}".encode(), digest_size=4).digest(), "big")
 
 
 @contextmanager
-def seeded(seed: int, what: str, number: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside it torch, numpy and random are seeded; afterwards they go on where they were.
+def seeded(seed: int, purpose: str, number: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the generators of torch, numpy and random inside the context, and restore them afterwards.
 
     >>> before = torch.get_rng_state()
     >>> with seeded(0, "batch", 1):
@@ -29,10 +29,10 @@ def seeded(seed: int, what: str, number: int, device: torch.device | None = None
     >>> bool((one == two).all()), bool((before == torch.get_rng_state()).all())
     (True, True)
     """
-    number = mixed(seed, what, number)
+    number = derived_seed(seed, purpose, number)
     cuda = device is not None and device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
-        # Not torch.manual_seed, which notes the whole stack for devices that are not there yet: it takes milliseconds.
+        # torch.manual_seed also seeds absent devices lazily, which takes milliseconds.
         torch.default_generator.manual_seed(number)
         if cuda:
             torch.cuda.manual_seed(number)
@@ -46,15 +46,15 @@ def seeded(seed: int, what: str, number: int, device: torch.device | None = None
             np.random.set_state(states[1])
 
 
-def draws(function: Callable[[], Any], device: torch.device | None = None) -> bool:
+def draws_random_numbers(function: Callable[[], Any], device: torch.device | None = None) -> bool:
     """Whether calling `function` draws from one of the global generators."""
     with seeded(0, "draws", 0, device):
-        before = _fingerprint(device)
+        before = _generator_states(device)
         function()
-        return before != _fingerprint(device)
+        return before != _generator_states(device)
 
 
-def _fingerprint(device: torch.device | None) -> tuple[Any, ...]:
+def _generator_states(device: torch.device | None) -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state(device).numpy().tobytes() if device is not None and device.type == "cuda" else b""
     numpy_state: Any = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), cuda, random.getstate(), numpy_state[1].tobytes(), numpy_state[2]

@@ -1,4 +1,4 @@
-"""What a tuning gives back."""
+"""The result of `tune`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bilevel import trees
+from bilevel import plotting, trees
 from bilevel.certificate import Certificate
 from bilevel.errors import Outcome
-from bilevel.training.files import not_written, write_bytes, write_json, write_tensors
+from bilevel.files import not_written, write_bytes, write_json
+from bilevel.training.files import write_tensors
 from bilevel.trees import Tree
-from bilevel.tuning import pictures, table
+from bilevel.tuning import pictures
 from bilevel.tuning.gap import Gap
+from bilevel.tuning.holdout import HeldOutEstimate
 from bilevel.tuning.space import Space
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+HEADER = ("hyperparameter", "values", "start", "tuned", "range", "at a bound")
+# Entries with names have rows of their own in the table, up to this many.
+LARGEST_LIST = 30
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,16 @@ class Tuned:
     Attributes:
         model: a copy of the model, trained with the tuned hyperparameters, in eval mode.
         values: the tuned hyperparameters by name, in natural units: floats, arrays, dicts by layer or parameter.
-        before: their values at the start.
-        value: the validation loss f_T of the tuned hyperparameters, on the whole validation set.
-        start_value: that of the start.
+        before: their values before tuning.
+        value: the validation loss f_T of the tuned hyperparameters, on all validation examples that they were tuned on:
+            smaller than on others.
+        start_value: that of the values before tuning.
         history: arrays with one entry per hyperiteration, "value", "gradient_norm" and "seconds", and "values", a dict
             of the hyperparameters that have at most 1,000 entries.
         outcome: a sentence that says how it ended.
-        method: a sentence that says how hypergradients were computed, and why so.
+        method: a sentence that says how hypergradients were computed, and why.
         lam: λ, the leaves that the optimiser moved.
+        held_out: the losses on examples that nothing was tuned on, with `tune(..., holdout=0.3)`.
     """
 
     model: nn.Module = field(repr=False)
@@ -52,13 +60,19 @@ class Tuned:
     method: str
     lam: dict[str, Tree] = field(repr=False)
     space: Space = field(repr=False)
-    ask_gap: Callable[[], Gap] = field(repr=False)
+    compute_gap: Callable[[], Gap] = field(repr=False)
+    compute_weights: Callable[[Any, Any], Tensor] = field(repr=False)
+    held_out: HeldOutEstimate | None = None
 
     @functools.cached_property
     def gap(self) -> Gap:
-        """How far the validation loss is from that of a training that goes on to the end (computed when first asked
-        for: it takes some hundred passes over the training set)."""
-        return self.ask_gap()
+        """A bound on the change of the validation loss if training went on to the end. The first access computes it
+        in some hundred passes over the training set."""
+        return self.compute_gap()
+
+    def weights(self, inputs: Any, targets: Any) -> Tensor:
+        """The weights of any examples, new ones too, by the tuned scorer of `ExampleWeight`."""
+        return self.compute_weights(inputs, targets)
 
     @property
     def certificate(self) -> Certificate | None:
@@ -66,15 +80,41 @@ class Tuned:
         return self.gap.certificate
 
     def table(self) -> str:
-        """Name, number of values, start, tuned, range, and how many are at a bound, as Markdown."""
-        return table.markdown(self.space, self.lam)
+        """A table in Markdown: name, number of values, start, tuned, range, and how many are at a bound."""
+        lines = [tuple(cell.replace("|", "\\|") for cell in line) for line in [HEADER, *self._rows()]]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+        def row(first: str, others: list[str]) -> str:
+            return f"| {' | '.join([first, *others])} |"
+
+        rule = row("-" * widths[0], ["-" * (width - 1) + ":" for width in widths[1:]])
+        rows = [
+            row(line[0].ljust(widths[0]), [cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True)])
+            for line in lines
+        ]
+        return "\n".join([rows[0], rule, *rows[1:]])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        bounds = self.space.at_bounds(self.lam)
+        for one in self.space.declared:
+            before, after = self.before[one.name], self.values[one.name]
+            low, high = self.space.transforms[one.name].range()
+            limits = f"{low:.3g} … {high:.3g}" if np.isfinite([low, high]).any() else "free"
+            at, count = bounds[one.name]
+            stuck = ("yes" if at else "no") if count == 1 else f"{at:,} of {count:,}"
+            rows.append((one.name, f"{count:,}", _summary(before), _summary(after), limits, stuck))
+            labels = one.labels(self.space.setup) or []
+            if len(labels) <= LARGEST_LIST:
+                rows += [(f"· {x}", "", f"{before[x]:.3g}", f"{after[x]:.3g}", "", "") for x in labels]
+        return rows
 
     def plot(self, figure: Figure | None = None) -> Figure:
-        """The validation loss over hyperiterations and every hyperparameter: schedules as lines, layers as bars,
-        thousands as a histogram.
+        """Draw the validation loss over hyperiterations and every hyperparameter: schedules as lines, layers as bars,
+        many values as a histogram.
 
         Args:
-            figure: draw into this one, `matplotlib.pyplot.figure()` say; a new one by default.
+            figure: draw into this one, for example `matplotlib.pyplot.figure()`; a new one by default.
         """
         return pictures.draw(figure, self.history, self.space, self.before, self.values)
 
@@ -85,36 +125,31 @@ class Tuned:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise not_written(folder, error) from error
-        write_bytes(folder / "table.md", f"{self._sentences()}\n\n{self.table()}\n".encode())
-        write_json(folder / "values.json", trees.map(_as_json, self.values))
-        leaves = trees.flatten(self.values)[0]
-        names = ["/".join(map(str, path)) for path in _paths(self.values)]
-        write_tensors(
-            folder / "values.safetensors",
-            {name: torch.as_tensor(leaf) for name, leaf in zip(names, leaves, strict=True)},
-        )
+        write_bytes(folder / "table.md", f"{self}\n".encode())
+        plain = trees.map(lambda leaf: leaf.tolist() if isinstance(leaf, np.ndarray) else leaf, self.values)
+        write_json(folder / "values.json", plain)
+        flat: dict[str, Any] = {}
+        for name, value in self.values.items():
+            flat |= {f"{name}/{key}": x for key, x in value.items()} if isinstance(value, dict) else {name: value}
+        write_tensors(folder / "values.safetensors", {name: torch.as_tensor(value) for name, value in flat.items()})
         write_tensors(folder / "model.safetensors", {n: x.clone() for n, x in self.model.state_dict().items()})
-        self.plot().savefig(folder / "tuning.png", dpi=150, metadata={"Software": None})
+        plotting.save(self.plot(), folder / "tuning.png")
         return folder
 
     def __str__(self) -> str:
-        return f"{self._sentences()}\n\n{self.table()}"
-
-    def _sentences(self) -> str:
         return (
             f"Validation loss {self.start_value:.6g} before, {self.value:.6g} after. {self.outcome}\n"
-            f"Hypergradients by {self.method}"
+            f"{f'{self.held_out}{chr(10)}' if self.held_out else ''}"
+            f"Hypergradients by {self.method}\n\n{self.table()}"
         )
 
 
-def _as_json(leaf: Any) -> Any:
-    return leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
+def _summary(value: Any) -> str:
+    """One number as it is, many by their smallest, median and largest.
 
-
-def _paths(values: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The keys above every leaf, in the order of `trees.leaves`."""
-    found: list[tuple[str, ...]] = []
-    for key in sorted(values):
-        inside = values[key]
-        found += _paths(inside, (*before, key)) if isinstance(inside, dict) else [(*before, key)]
-    return found
+    >>> _summary(np.array([1.0, 2.0, 4.0]))
+    '1 … 2 … 4'
+    """
+    entries = np.concatenate([np.ravel(leaf) for leaf in trees.leaves(value)])
+    low, middle, high = np.quantile(entries, [0, 0.5, 1])
+    return f"{low:.3g}" if low == high else f"{low:.3g} … {middle:.3g} … {high:.3g}"

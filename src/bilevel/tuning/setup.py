@@ -1,25 +1,27 @@
-"""What a hyperparameter is told about the training that it enters."""
+"""Facts about a training that decide how many values a hyperparameter has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from bilevel.errors import BilevelError
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The facts about a training that decide how many values a hyperparameter has.
+    """The model's parameters, the number of steps and of examples, the names of the losses.
 
     Args:
-        parameters: the model's parameters by name, at their start.
+        parameters: the model's parameters by name, before training.
         steps: T.
         examples: how many training examples there are.
         losses: the names of the training losses.
+
+    >>> import torch
+    >>> setup = Setup({"body.0.weight": torch.ones(2), "body.0.bias": torch.ones(2), "scale": torch.ones(1)}, 5, 10)
+    >>> setup.layers()
+    {'body.0': ['body.0.weight', 'body.0.bias'], 'model': ['scale']}
     """
 
     parameters: dict[str, Tensor]
@@ -28,33 +30,13 @@ class Setup:
     losses: tuple[str, ...] = ("loss",)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.parameters.values())).dtype
+    def like(self) -> Tensor:
+        """A tensor of the model's dtype on its device."""
+        return next(iter(self.parameters.values()))
 
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
-
-    def layers(self, names: Iterable[str] | None = None) -> dict[str, int]:
-        """The number of the layer of every parameter: a layer is a module that holds parameters itself."""
-        order: dict[str, int] = {}
-        return {
-            name: order.setdefault(layer_of(name), len(order)) for name in (self.parameters if names is None else names)
-        }
-
-    def layer_names(self, names: Iterable[str] | None = None) -> list[str]:
-        return list(dict.fromkeys(layer_of(name) for name in (self.parameters if names is None else names)))
-
-
-def layer_of(parameter: str) -> str:
-    """The module that holds a parameter.
-
-    >>> layer_of("features.0.weight"), layer_of("weight")
-    ('features.0', 'model')
-    """
-    return parameter.rpartition(".")[0] or "model"
-
-
-def refuse_parameters(kind: str, chosen: list[str]) -> None:
-    if not chosen:
-        raise BilevelError(f"{kind}(only=…) chose none of the model's parameters; let it return True for some names.")
+    def layers(self, names: Iterable[str] | None = None) -> dict[str, list[str]]:
+        """The parameters of each layer: a layer is a module that holds parameters itself."""
+        found: dict[str, list[str]] = {}
+        for name in self.parameters if names is None else names:
+            found.setdefault(name.rpartition(".")[0] or "model", []).append(name)
+        return found

@@ -1,4 +1,4 @@
-"""All declared hyperparameters together: λ, its values in natural units, its Λ."""
+"""All declared hyperparameters together: λ, its values in natural units, its constraint set Λ."""
 
 from __future__ import annotations
 
@@ -15,71 +15,74 @@ from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.setup import Setup
-from bilevel.tuning.transforms import Transform
+from bilevel.tuning.transforms import SimplexTransform, Transform
 
 
 @dataclass(frozen=True)
 class Space:
-    """λ = {name: leaf}, where a leaf is a tensor, or a dict of tensors for a value per weight."""
+    """λ = {name: leaf} before tuning, where a leaf is a tensor, or a dict of tensors for a value per weight."""
 
     declared: Sequence[Hyperparameter]
     setup: Setup
-    kinds: dict[str, Transform]
+    transforms: dict[str, Transform]
     lam: dict[str, Tree]
 
     @classmethod
     def of(cls, declared: Sequence[Hyperparameter], setup: Setup) -> Space:
-        """The space, with λ at its start; a start outside its range is an error."""
-        kinds = {one.name: one.kind() for one in declared}
+        """The space of these hyperparameters; a start outside its range is an error."""
+        transforms = {one.name: one.scale() for one in declared}
         lam = {}
         for one in declared:
-            begin, kind = one.begin(setup), kinds[one.name]
+            begin, transform = one.begin(setup), transforms[one.name]
             for leaf in trees.leaves(begin):
                 if not leaf.numel():
                     raise BilevelError(f"Hyperparameter {one.name!r} has no entries; there is nothing to tune in it.")
-                if not kind.inside(leaf):
-                    raise BilevelError(_outside(one, kind, leaf))
-            lam[one.name] = trees.map(kind.leaf, begin)
-        return cls(declared, setup, kinds, lam)
+                if not transform.contains(leaf):
+                    raise BilevelError(_outside(one.name, transform, leaf))
+            lam[one.name] = trees.map(transform.leaf, begin)
+        return cls(declared, setup, transforms, lam)
 
     def values(self, lam: dict[str, Tree]) -> dict[str, Tree]:
         """The values in natural units, by name; differentiable."""
-        return {name: trees.map(kind.value, lam[name]) for name, kind in self.kinds.items()}
+        return {name: trees.map(transform.value, lam[name]) for name, transform in self.transforms.items()}
+
+    def roles(self, lam: dict[str, Tree]) -> list[tuple[Hyperparameter, Tree]]:
+        """Every hyperparameter with its value at λ."""
+        values = self.values(lam)
+        return [(one, values[one.name]) for one in self.declared]
 
     def constraint(self) -> PerLeaf:
-        return PerLeaf({name: kind.constraint() for name, kind in self.kinds.items()})
+        return PerLeaf({name: transform.constraint() for name, transform in self.transforms.items()})
 
     def units(self) -> list[float]:
-        """The outer optimiser's unit of every leaf of λ, in the order of the leaves."""
+        """A noticeable change of every leaf of λ, in the order of the leaves."""
         units = {
             name: trees.map(lambda leaf, kind=kind: kind.unit(kind.value(leaf)), self.lam[name])
-            for name, kind in self.kinds.items()
+            for name, kind in self.transforms.items()
         }
         return trees.leaves(units)
 
     def at_bounds(self, lam: dict[str, Tree]) -> dict[str, tuple[int, int]]:
         """For every hyperparameter how many of its entries are at an end of their range, and how many there are."""
         found = {}
-        for name, kind in self.kinds.items():
-            low, high = kind.limits()
+        for name, transform in self.transforms.items():
+            low, high = transform.leaf_range()
             leaf = trees.to_vector(trees.leaves(lam[name])).double()
             near = 1e-6 * (1 + leaf.abs())
             found[name] = int(((leaf <= low + near) | (leaf >= high - near)).sum()), leaf.numel()
         return found
 
     def plain(self, lam: dict[str, Tree]) -> dict[str, Any]:
-        """Values for people: floats, numpy arrays, dicts by layer, by loss or by the names of parameters."""
-        with torch.no_grad():
-            values = self.values(lam)
+        """Values as floats, numpy arrays, and dicts of them by layer, by loss or by the names of parameters."""
         found: dict[str, Any] = {}
-        for one in self.declared:
-            labels, value = one.labels(self.setup), values[one.name]
-            if labels is not None:
-                found[one.name] = {label: float(x) for label, x in zip(labels, value, strict=True)}
-            elif isinstance(value, Tensor) and value.ndim == 0:
-                found[one.name] = float(value)
-            else:
-                found[one.name] = trees.map(as_array, value)
+        with torch.no_grad():
+            for one, value in self.roles(lam):
+                labels = one.labels(self.setup)
+                if labels is not None:
+                    found[one.name] = {label: float(x) for label, x in zip(labels, value, strict=True)}
+                else:
+                    single = isinstance(value, Tensor) and value.ndim == 0
+                    found[one.name] = float(value) if single else trees.map(as_array, value)
         return found
 
 
@@ -90,7 +93,7 @@ def as_array(x: Tensor) -> Any:
 
 
 def declared_in(hyperparameters: Any) -> list[Hyperparameter]:
-    """The declarations as a list, with names that are there and differ."""
+    """The declarations as a list; their names must exist and differ."""
     if isinstance(hyperparameters, Hyperparameter):
         hyperparameters = [hyperparameters]
     if not isinstance(hyperparameters, (list, tuple)) or not hyperparameters:
@@ -101,9 +104,9 @@ def declared_in(hyperparameters: Any) -> list[Hyperparameter]:
     names: set[str] = set()
     for one in hyperparameters:
         if not isinstance(one, Hyperparameter):
-            said = f"{one.__name__} (a class; write {one.__name__}())" if isinstance(one, type) else repr(one)
+            given = f"{one.__name__} (a class; write {one.__name__}())" if isinstance(one, type) else repr(one)
             raise BilevelError(
-                f"{said} is not a hyperparameter; pass instances of Hyperparameter or of its subclasses."
+                f"{given} is not a hyperparameter; pass instances of Hyperparameter or of its subclasses."
             )
         if not isinstance(one.name, str) or not one.name or one.name != one.name.strip() or "/" in one.name:
             raise BilevelError(f"{one.name!r} is no name for a hyperparameter; pass a word such as 'temperature'.")
@@ -116,16 +119,13 @@ def declared_in(hyperparameters: Any) -> list[Hyperparameter]:
     return list(hyperparameters)
 
 
-def _outside(one: Hyperparameter, kind: Transform, leaf: Tensor) -> str:
-    low, high = kind.ends()
-    least, most = float(leaf.min()), float(leaf.max())
+def _outside(name: str, transform: Transform, start: Tensor) -> str:
+    least, most = float(start.min()), float(start.max())
     at = f"{least:.6g}" if least == most else f"values from {least:.6g} to {most:.6g}"
-    if kind.word == "simplex":
-        return (
-            f"Hyperparameter {one.name!r} starts at {at}, but weights on a simplex are an array of positive numbers "
-            "that add up to 1."
-        )
+    if isinstance(transform, SimplexTransform):
+        return f"Hyperparameter {name!r} starts at {at}; pass an array of positive numbers that add up to 1."
+    low, high = transform.range()
     return (
-        f"Hyperparameter {one.name!r} starts at {at}, outside its range ({low:.6g}, {high:.6g})"
-        f"{' of positive numbers' if kind.word == 'log' else ''}. Choose a start inside, or another range."
+        f"Hyperparameter {name!r} starts at {at}, outside its range ({low:.6g}, {high:.6g}). Choose a start inside, or "
+        "another range."
     )

@@ -11,19 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import trees
+from bilevel.engine.method import Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
-from bilevel.methods.base import Method
 from bilevel.outer_loop import Iteration, solve
 from bilevel.problem import Task
-from bilevel.tuning.batches import Replay
-from bilevel.tuning.preparation import Prepared, prepare
-from bilevel.tuning.randomness import mixed
+from bilevel.tuning.batches import ReplayedLoader, refuse_same_data
+from bilevel.tuning.gap import find_gap
+from bilevel.tuning.holdout import judge_held_out, split_validation
+from bilevel.tuning.network import Network
+from bilevel.tuning.preparation import prepare
+from bilevel.tuning.randomness import derived_seed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.space import Space, as_array
+from bilevel.tuning.training_problem import TrainingProblem
 
-# Of hyperparameters with more entries than this no history is kept.
-REMEMBERED = 1000
+# The history keeps hyperparameters with at most this many entries.
+LARGEST_HISTORY = 1000
 
 
 def tune(
@@ -36,14 +40,15 @@ def tune(
     val_loss: Callable[..., Tensor] | None = None,
     steps: int = 100,
     iterations: int = 50,
-    dynamics: Any = "sgd",
+    dynamics: Any = None,
     lr: float | None = None,
     momentum: float | None = None,
     method: Method | Literal["auto"] = "auto",
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | type[torch.optim.Optimizer] | None = None,
     outer_lr: float = 0.1,
     batches: Literal["same", "new"] = "same",
     validation: Literal["whole", "minibatch"] = "whole",
+    holdout: float | None = None,
     patience: int | None = None,
     callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
     seed: int = 0,
@@ -56,57 +61,63 @@ def tune(
     hyperparameters through that training, and moves them. The cost hardly depends on how many there are: a weight per
     example or a decay per weight costs little more than one number.
 
-    The model, the loaders and the global generators of random numbers are left as they were. Everything random is a
-    function of `seed` and the step number, because training is replayed: which examples are in a batch, random
-    transforms in the data set, dropout. Training is in train mode. Validation is in eval mode, except that batch norm
-    takes the statistics of the validation batch, since its running averages are no function of the weights; those of
-    `result.model` are taken from one pass over the training batches at the end.
+    The model, the loaders and the global generators of random numbers are left as they were. Training is replayed, so
+    all random numbers (the order of the examples, random transforms in the data set, dropout) are a function of `seed`
+    and the step number. Training is in train mode. Validation is in eval mode, except that batch norm uses the
+    statistics of the validation batch, because its running averages are not a function of the weights. The running
+    averages of `result.model` are computed at the end, in one pass over the training batches.
 
     Args:
         model: any module; its parameters that require grad are trained, from the values they have.
         loss: `loss(output, target)`, or `loss(output, target, hp)` with the values of all hyperparameters by name. One
             number, or one per example. A dict of losses is mixed by `LossWeights`.
         hyperparameters: one or a list: `WeightDecay`, `LearningRate`, `Momentum`, `LossWeights`, `LabelSmoothing`,
-            `Augmentation`, `ExampleWeights`, `Initialisation`, or a plain `Hyperparameter` for a loss with three
-            arguments. They are in `bilevel.tuning`.
-        train: a `DataLoader` over a map-style data set, such a data set, or a pair of tensors (inputs, targets). The
-            latter two are one batch, used whole in every step.
-        val: the same; it is used whole, that is, all the examples that a loader's sampler shows.
-        val_loss: what should be small in the end; `loss` by default. It has to be given where `loss` takes
-            hyperparameters or is a dict, since those could be moved so as to make the loss itself small.
+            `Augmentation`, `ExampleWeights`, `ExampleWeight`, `Initialisation`, or a plain `Hyperparameter` for a loss
+            with three arguments. They are in `bilevel.tuning`.
+        train: a `DataLoader` over a map-style data set, such a data set, or a pair (inputs, targets) of tensors, numpy
+            arrays or DataFrames. The latter two are one batch, used whole in every step.
+        val: the same, with other examples; all examples that a loader's sampler shows are used.
+        val_loss: the loss to minimise on `val`; `loss` by default. It has to be passed where `loss` takes
+            hyperparameters or is a dict, because hyperparameters could make such a loss small by themselves.
         steps: T, the training steps of a hyperiteration.
         iterations: hyperiterations.
-        dynamics: "sgd", "adam" or another dynamics by its name in lower case; an instance, whose settings are used
-            unless they are declared as hyperparameters; a function of the hyperparameters' values by name; or a
-            function `step(loss, w, state, t)`.
-        lr: the learning rate, for a dynamics given by name; 0.1 for SGD and the dynamics' own default otherwise. Where
-            it is tuned, `LearningRate(start)` says it.
-        momentum: likewise; 0 for SGD.
+        dynamics: how the model is trained (the inner level): "sgd" (the default), "adam" or another dynamics by its
+            name in lower case; an instance, whose settings are used unless they are declared as hyperparameters; a
+            class of `torch.optim`; a function of the hyperparameters' values by name; or a function
+            `step(loss, w, state, t)`.
+        lr: the learning rate of the training, for a dynamics given by name or class; 0.1 for SGD and the dynamics' own
+            default otherwise. A tuned one is declared by `LearningRate(start)`.
+        momentum: the same for the momentum; 0 for SGD.
         method: how to differentiate; "auto" chooses by the sizes and the memory, and `result.method` says why.
-        optimizer: builds the outer optimiser from the leaves of λ; by default Adam with `outer_lr`.
+        optimizer: how the hyperparameters are moved (the outer level): a function that builds an optimiser from the
+            leaves of λ; Adam with `outer_lr` by default. A class of `torch.optim` is accepted if `dynamics` is passed
+            too, and uses `outer_lr`.
         outer_lr: how far a hyperparameter moves in a hyperiteration, in the unit of its transform: 0.1 is ten per cent
             on a logarithmic scale, and a hundredth of the range where there is no transform.
-        batches: "same" replays one sequence of batches (and of dropout masks, and noise) in every hyperiteration;
-            "new" draws another one for each. What is tuned can learn one sequence by heart, schedules above all.
+        batches: "same" replays one sequence of batches, dropout masks and noise in every hyperiteration; "new" draws
+            another one for each. Hyperparameters, above all schedules, can overfit one sequence.
         validation: "whole" evaluates the validation loss on all of `val`; "minibatch" takes one batch of the loader
             `val` per hyperiteration.
-        patience: stop when the validation loss has not improved for this many hyperiterations, where they all have the
-            same data.
+        holdout: the share of `val` that is not tuned on. `result.held_out` has the losses there: of the tuned model, of
+            the start values, and of a model trained on the rest of `val` alone. `result.value` itself is optimistic,
+            because the hyperparameters were tuned for it.
+        patience: stop when the validation loss has not improved for this many hyperiterations. It needs the same data
+            in all hyperiterations.
         callbacks: called with a `bilevel.outer_loop.Iteration` before every update; one that returns True stops.
-        seed: of everything random.
+        seed: of all random numbers.
         progress: show a progress bar; None shows one on a terminal.
         check_derivatives: refuse a model or a loss whose derivatives are not what autograd says, as `Problem` does;
             False is for straight-through estimators, such as those of quantisation.
 
     With the same data in every hyperiteration, the default, f_T is one function and the best hyperparameters are
-    returned; with batches="new" or validation="minibatch" the last ones, trained and judged on the data of `seed`.
+    returned; with batches="new" or validation="minibatch" the last ones, trained and evaluated on the data of `seed`.
 
     Returns:
         Tuned: the trained model, the values, the history; `print` it, or call `.plot()` or `.save(folder)`.
 
     Raises:
-        BilevelError: what was passed cannot work.
-        DivergenceError: training diverged with the hyperparameters that it began with.
+        BilevelError: an argument cannot work.
+        DivergenceError: training diverged with the hyperparameters before tuning.
 
     >>> import bilevel as bl
     >>> from bilevel.tuning import ExampleWeights, LearningRate, WeightDecay
@@ -124,12 +135,12 @@ def tune(
     (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
     """
     _check_settings(iterations, outer_lr, batches, validation, patience)
-    job = prepare(
+    _refuse_ambiguous(optimizer, dynamics)
+    prepared = functools.partial(
+        prepare,
         model,
         loss,
         hyperparameters,
-        train,
-        val,
         val_loss=val_loss,
         steps=steps,
         dynamics=dynamics,
@@ -138,12 +149,19 @@ def tune(
         momentum=momentum,
         seed=seed,
     )
+    held = None
+    if holdout is not None:
+        if validation != "whole":
+            raise BilevelError("holdout= splits the whole validation set; pass validation='whole' with it.")
+        refuse_same_data(train, val, seed)
+        val, held = split_validation(val, holdout, Network(model).like, seed)
+    job = prepared(train, val)
     space = job.space
     # Where every hyperiteration sees the same data, f_T is one function, and the best λ is kept.
     one_function = batches == "same" and validation == "whole"
-    tasks = job.task if one_function else _Source(job, val, batches, validation, iterations)
+    tasks = job.task if one_function else _tasks_by_iteration(job, val, batches, validation, iterations)
     chosen, reason = job.choose(method)
-    path = _Path(space)
+    path = _ValuePath(space)
     solution = solve(
         job.problem,
         space.lam,
@@ -151,16 +169,17 @@ def tune(
         dynamics=job.dynamics,
         steps=steps,
         method=chosen,
-        optimizer=optimizer or _adam(space, outer_lr),
+        optimizer=_outer_optimizer(optimizer, space, outer_lr),
         constraint=space.constraint(),
         iterations=iterations,
-        # solve keeps the best when it is told to be patient.
+        # With a patience, `solve` returns the best λ instead of the last one.
         patience=(patience or iterations + 1) if one_function else None,
         callbacks=[path, *([callbacks] if callable(callbacks) else callbacks)],
         progress=progress,
     )
+    outcome = _with_advice(solution.outcome, solution.inner is not None)
     if solution.inner is None:
-        raise _diverged(solution.outcome) if solution.outcome.kind == "diverged" else BilevelError(solution.outcome)
+        raise BilevelError(outcome)
     inner, value = (solution.inner, solution.value) if one_function else job.run(solution.outer)
     return Tuned(
         model=job.trained(inner),
@@ -169,69 +188,88 @@ def tune(
         value=value,
         start_value=float(solution.history["value"][0]) if one_function and iterations else job.run(space.lam)[1],
         history={**solution.history, "values": path.arrays()},
-        outcome=_advice(solution.outcome),
+        outcome=outcome,
         method=reason,
         lam=solution.outer,
         space=space,
-        ask_gap=functools.partial(job.gap, solution.outer, inner),
+        compute_gap=functools.partial(find_gap, job, solution.outer, inner),
+        compute_weights=functools.partial(job.weights, solution.outer, inner),
+        held_out=held and judge_held_out(job, solution.outer, inner, held, functools.partial(prepared, val)),
     )
 
 
-class _Path:
-    """The values of the hyperparameters at every hyperiteration, where there are not too many."""
+class _ValuePath:
+    """A callback that keeps the values of the smaller hyperparameters at every hyperiteration."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._names = [one.name for one in space.declared if trees.size(space.lam[one.name]) <= REMEMBERED]
-        self._seen: list[dict[str, Any]] = []
+        self._values: dict[str, list[Any]] = {
+            name: [] for name, leaf in space.lam.items() if trees.size(leaf) <= LARGEST_HISTORY
+        }
 
     def __call__(self, iteration: Iteration) -> None:
         with torch.no_grad():
             values = self._space.values(iteration.lam)
-        self._seen.append({n: as_array(trees.to_vector(trees.leaves(values[n]))).copy() for n in self._names})
+        for name, kept in self._values.items():
+            kept.append(as_array(trees.to_vector(trees.leaves(values[name]))).copy())
 
     def arrays(self) -> dict[str, Any]:
         """Arrays of shape (hyperiterations, entries); (hyperiterations,) for single numbers."""
-        found = {name: np.stack([seen[name] for seen in self._seen]) for name in self._names if self._seen}
+        found = {name: np.stack(kept) for name, kept in self._values.items() if kept}
         return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in found.items()}
 
 
-class _Source:
-    """The task of hyperiteration k: with `batches="new"` other training batches, with `validation="minibatch"` the k-th
+def _tasks_by_iteration(
+    job: TrainingProblem, val: Any, batches: str, validation: str, iterations: int
+) -> Callable[[int], Task]:
+    """The task of hyperiteration k: with batches="new" other training batches, with validation="minibatch" the k-th
     batch of validation data."""
+    replayed = None
+    if validation == "minibatch":
+        if not isinstance(val, torch.utils.data.DataLoader):
+            raise BilevelError(
+                f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
+                "validation='whole'."
+            )
+        # Another seed than that of training: the two loaders may read one data set.
+        seed = derived_seed(job.seed, "validation", 0)
+        replayed = ReplayedLoader(val, seed, job.network.like, max(iterations, 1), "val")
 
-    def __init__(self, job: Prepared, val: Any, batches: str, validation: str, iterations: int) -> None:
-        self._job, self._new, self._replay = job, batches == "new", None
-        if validation == "minibatch":
-            if not isinstance(val, torch.utils.data.DataLoader):
-                raise BilevelError(
-                    f"validation='minibatch' needs a DataLoader for val, but it is {type(val).__name__}. Pass one, or "
-                    "validation='whole'."
-                )
-            # Another seed than that of training: the two loaders may read one data set.
-            self._replay = Replay(val, mixed(job.seed, "validation", 0), job.network.like, max(iterations, 1), "val")
+    def task(k: int) -> Task:
+        training = job.training(derived_seed(job.seed, "run", k)) if batches == "new" else job.task.train
+        return Task(training, job.val if replayed is None else replayed(k + 1))
 
-    def __call__(self, k: int) -> Task:
-        job = self._job
-        training = job.training(mixed(job.seed, "run", k)) if self._new else job.task.train
-        return Task(training, job.task.val if self._replay is None else self._replay(k + 1))
+    return task
 
 
-def _adam(space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
-    """Adam that moves every leaf in its own unit."""
+def _outer_optimizer(given: Any, space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """A function as it was passed; a class, Adam by default, with every leaf of λ moved in its own unit."""
+    if given is not None and not isinstance(given, type):
+        return given
+    kind = given or torch.optim.Adam
 
     def build(leaves: list[Tensor]) -> torch.optim.Optimizer:
-        units = space.units()
-        return torch.optim.Adam([{"params": [x], "lr": lr * u} for x, u in zip(leaves, units, strict=True)])
+        return kind([{"params": [x], "lr": lr * unit} for x, unit in zip(leaves, space.units(), strict=True)])
 
     return build
+
+
+def _refuse_ambiguous(optimizer: Any, dynamics: Any) -> None:
+    """Raise an error for a class of which it is not clear whether it trains the model or moves the hyperparameters."""
+    if isinstance(optimizer, type) and dynamics is None:
+        name = optimizer.__name__
+        raise BilevelError(
+            f"optimizer={name} could mean two things. To train the model with it (the inner level), write "
+            f"dynamics=torch.optim.{name}. To move the hyperparameters with it (the outer level), write "
+            f"optimizer=lambda leaves: torch.optim.{name}(leaves, lr=0.1), or pass dynamics= as well."
+        )
 
 
 def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any, patience: Any) -> None:
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
-        raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, 0.1 say.")
+        raise BilevelError(f"outer_lr={outer_lr!r} is not a step size; pass a number > 0, for example 0.1.")
     if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
         raise BilevelError(
             f"patience={patience!r} is not a number of hyperiterations to wait; pass an int ≥ 1 or None."
@@ -242,18 +280,17 @@ def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: An
         raise BilevelError(f"validation={validation!r} is not known; pass 'whole' or 'minibatch'.")
 
 
-def _diverged(outcome: Outcome) -> DivergenceError:
-    return DivergenceError(
-        f"Training did not survive the hyperparameters that it began with, so there is nothing to tune from. {outcome} "
-        "Begin with a smaller learning rate, or fewer steps."
-    )
-
-
-def _advice(outcome: Outcome) -> Outcome:
+def _with_advice(outcome: Outcome, solved: bool) -> Outcome:
+    """The outcome; after a divergence with what to do about it."""
     if outcome.kind != "diverged":
         return outcome
+    if not solved:
+        raise DivergenceError(
+            f"Training diverged with the hyperparameters before tuning, so there is nothing to tune from. {outcome} "
+            "Begin with a smaller learning rate, or fewer steps."
+        )
     return Outcome(
         "diverged",
-        f"{outcome} What is returned is the best before that. A narrower range of the learning rate, or a smaller "
-        "outer_lr, keeps training from diverging.",
+        f"{outcome} The result is the best before that. A narrower range of the learning rate, or a smaller outer_lr, "
+        "keeps training from diverging.",
     )

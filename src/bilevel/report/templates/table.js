@@ -13,7 +13,7 @@
   const paint = followTheme(() => draw());
 
   // ------------------------------------------------------------------ charts
-  const options = { displaylogo: false, responsive: true, displayModeBar: "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  const options = { displaylogo: false, responsive: true, displayModeBar: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
   function frame(more) {
     const grid = { gridcolor: colour("--grid"), zerolinecolor: colour("--muted"), linecolor: colour("--line"), automargin: true };
     return {
@@ -34,7 +34,7 @@
       type: "bar", orientation: "h", y: errors.map((one) => short(one.name, 28)), x: errors.map((one) => one.error),
       text: errors.map((one) => one.error.toPrecision(4)), textposition: "auto",
       insidetextfont: { color: colour("--panel") }, outsidetextfont: { color: colour("--text") }, cliponaxis: false,
-      marker: { color: errors.map((_, i) => colour(["--c0", "--c1", "--c7"][i])) }, hovertemplate: "%{x:.5g}<extra></extra>",
+      marker: { color: errors.map((one) => colour(one.ours ? "--c0" : "--c1")) }, hovertemplate: "%{x:.5g}<extra></extra>",
     }], { margin: { l: 10, r: 20, t: 6, b: 30 }, yaxis: { autorange: "reversed" }, xaxis: { rangemode: "tozero" } });
   }
 
@@ -82,7 +82,7 @@
 
   function drawPoints() {
     const { points, classes } = content;
-    const some = points.rows.length < points.of ? `${points.rows.length} of ${points.of} test rows` : `${points.of} test rows`;
+    const some = points.rows.length < points.of ? `${points.rows.length} of ${points.of} held-out rows` : `${points.of} held-out rows`;
     if (!classes.length) {
       const every = [...points.truth, ...points.predicted];
       const [low, high] = [Math.min(...every), Math.max(...every)];
@@ -101,15 +101,15 @@
         xbins: { start: 0, end: 1.0001, size: 0.05 }, opacity: 0.75, marker: { color: colour(`--c${k}`) }, hovertemplate: "%{y} rows at %{x}",
       }));
       show("points", traces, { barmode: "stack", showlegend: true, legend: { orientation: "h", y: 1.15 }, margin: { l: 50, r: 14, t: 34, b: 46 },
-        xaxis: { range: [0, 1], title: { text: `probability of ${short(classes[1], 30)}` } }, yaxis: { title: { text: "test rows" } } });
+        xaxis: { range: [0, 1], title: { text: `probability of ${short(classes[1], 30)}` } }, yaxis: { title: { text: "held-out rows" } } });
     } else {
-      $("points-what").textContent = `${points.of} test rows by true and predicted class`;
+      $("points-what").textContent = `${points.of} held-out rows by true and predicted class`;
       const names = classes.map((name) => short(name, 18));
       const axis = { tickvals: names.map((_, i) => i), ticktext: names, showgrid: false, zeroline: false };
       show("points", [{
         type: "heatmap", z: points.confusion, x: names.map((_, i) => i), y: names.map((_, i) => i), showscale: false, xgap: 2, ygap: 2,
         colorscale: [[0, colour("--soft")], [1, colour("--c0")]], text: points.confusion, texttemplate: classes.length <= 15 ? "%{text}" : "",
-        hovertemplate: "%{z} test rows<extra></extra>",
+        hovertemplate: "%{z} held-out rows<extra></extra>",
       }], { xaxis: { ...axis, title: { text: "predicted" } }, yaxis: { ...axis, autorange: "reversed", title: { text: "true" } } });
     }
   }

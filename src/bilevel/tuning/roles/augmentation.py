@@ -1,4 +1,4 @@
-"""How strongly to change the training inputs."""
+"""The strength of a data augmentation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter
-from bilevel.tuning.transforms import Transform
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 
 
 def gaussian_noise(inputs: Tensor, strength: Tensor, generator: torch.Generator) -> Tensor:
@@ -27,8 +26,8 @@ class Augmentation(Hyperparameter):
 
     Args:
         start: the strength before tuning; an array for a function with several.
-        function: `function(inputs, strength, generator)`, differentiable in `strength`, drawing all its randomness from
-            `generator`, which is seeded by the step. Gaussian noise by default.
+        function: `function(inputs, strength, generator)`, differentiable in `strength`. It draws all random numbers
+            from `generator`, which is seeded by the step. The default adds Gaussian noise.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> shift = Augmentation(0.5, function=lambda x, strength, generator: x + strength)
@@ -38,8 +37,8 @@ class Augmentation(Hyperparameter):
 
     name: str = field(default="augmentation", kw_only=True)
     start: Any = 0.1
-    range: tuple[float | None, float | None] | None = (0.0, 1.0)
-    transform: str | Transform | None = "logit"
+    range: Range = (0.0, 1.0)
+    transform: TransformLike = "logit"
     function: Callable[[Any, Tensor, torch.Generator], Any] = gaussian_noise
 
     random: ClassVar[bool] = True

@@ -1,70 +1,89 @@
-"""What a hyperparameter is, and where one can enter the training of a model."""
+"""What a hyperparameter is, and where it can enter the training of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
+from bilevel.tuning.batches import Batch
 from bilevel.tuning.setup import Setup
 from bilevel.tuning.transforms import Transform, as_transform
+
+Range: TypeAlias = tuple[float | None, float | None] | None
+TransformLike: TypeAlias = str | Transform | None
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """A number, or an array of them, to be tuned: its name, where to begin, between which ends, on which scale.
+    """A number, or an array of numbers, to be tuned: its name, its start, its range, its scale.
 
-    The outer optimiser moves a leaf, and `value = transform(leaf)` is what training sees. A plain `Hyperparameter` is
-    given by name to a loss that takes three arguments, `loss(output, target, hp)` with `hp["name"]`, and to
+    The outer optimiser moves a leaf of λ, and training uses `value = transform(leaf)`. A plain `Hyperparameter` is
+    passed by name to a loss with three arguments, `loss(output, target, hp)` with `hp["name"]`, and to
     `tune(dynamics=lambda hp: …)`, so that anything differentiable can be tuned.
 
-    The subclasses know their own place. One of your own overrides `inputs`, `targets`, `mix`, `weigh`, `penalty`,
-    `settings` or `initial`, which are given the value in natural units, and `begin` where it has more than one.
+    Each subclass enters training at one place. A subclass of your own overrides `inputs`, `targets`, `mix`, `weigh`,
+    `penalty`, `settings` or `initial`, all of which take the value in natural units, and `begin` where
+    `start` and `per` do not determine the values before tuning.
 
     Args:
-        name: what it is called in `hp`, in tables and in files.
-        start: its value before tuning; a number or an array.
+        name: the key in `hp`, in tables and in files.
+        start: the value before tuning; a number or an array.
         range: `(low, high)`, either of which may be None. Values never leave it.
         transform: "log", "logit", "softplus", "simplex", None, or a `Transform`.
+        per: what has a value of its own; `choices` lists what a subclass allows.
 
     >>> temperature = Hyperparameter("temperature", 1.0, range=(0.1, 10), transform="log")
-    >>> temperature.kind().leaf(torch.tensor(1.0)).item()
+    >>> temperature.scale().leaf(torch.tensor(1.0)).item()
     0.0
     """
 
     name: str
     start: Any
-    range: tuple[float | None, float | None] | None = None
-    transform: str | Transform | None = None
+    range: Range = None
+    transform: TransformLike = None
+    per: str = field(default="run", kw_only=True)
 
-    # Whether it needs one loss per example, and whether it draws random numbers in a step.
+    # What `per` may be; whether the role needs one loss per example; whether it draws random numbers in a step.
+    choices: ClassVar[tuple[str, ...]] = ("run",)
     per_example: ClassVar[bool] = False
     random: ClassVar[bool] = False
 
-    # What it is.
+    def __post_init__(self) -> None:
+        if self.per not in self.choices:
+            raise BilevelError(
+                f"Hyperparameter {self.name!r} has per={self.per!r}; pass one of {', '.join(map(repr, self.choices))}."
+            )
 
-    def kind(self) -> Transform:
+    def scale(self) -> Transform:
         """The transform over the range."""
         return as_transform(self.name, self.transform, self.range)
 
     def begin(self, setup: Setup) -> Tree:
         """The values before tuning, in natural units: a tensor, or a dict of tensors by the names of parameters."""
-        return self.spread(self.start, (), setup)
+        if self.per == "weight":
+            return {name: self.spread(self.start, setup.parameters[name].shape, setup) for name in self.chosen(setup)}
+        counts = {"step": setup.steps, "example": setup.examples}
+        labels = self.labels(setup)
+        count = counts.get(self.per) if labels is None else len(labels)
+        return self.spread(self.start, () if count is None else (count,), setup)
 
     def labels(self, setup: Setup) -> list[str] | None:
-        """Names of the entries, where they have any."""
-        return None
+        """Names of the entries, where they have names."""
+        if self.per == "layer":
+            return list(setup.layers(self.chosen(setup)))
+        return list(setup.losses) if self.per == "loss" else None
 
-    def axis(self) -> str | None:
-        """What the entries are counted by, for the axis of a picture: "step" gives a line, other words bars."""
-        return None
+    def chosen(self, setup: Setup) -> list[str]:
+        """The names of the parameters that it is about."""
+        return list(setup.parameters)
 
-    # Where it enters: each of these returns what it was given, and a role overrides one of them.
+    # Where it enters. The defaults change nothing, and a role overrides one of them.
 
     def inputs(self, value: Tree, inputs: Tree, noise: torch.Generator | None) -> Tree:
         """The inputs of a training batch."""
@@ -75,15 +94,19 @@ class Hyperparameter:
         return targets
 
     def mix(self, value: Tree, losses: Sequence[Tensor]) -> Tensor | None:
-        """One training loss from several; None where this is not the one to say."""
+        """One training loss from several; None if this role does not mix losses."""
         return None
 
     def weigh(self, value: Tree, losses: Tensor, index: Tensor) -> Tensor:
         """The losses of the examples `index`."""
         return losses
 
+    def weigh_batch(self, value: Tree, losses: Tensor, batch: Batch) -> Tensor:
+        """The losses of the examples of a batch, for a role that looks at the examples themselves."""
+        return self.weigh(value, losses, batch.index)
+
     def penalty(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> Tensor | None:
-        """What is added to the training loss."""
+        """A term that is added to the training loss."""
         return None
 
     def settings(self, value: Tree, setup: Setup) -> dict[str, Any]:
@@ -94,28 +117,29 @@ class Hyperparameter:
         """The start w_0."""
         return w
 
-    # For the roles.
+    # Helpers for the roles.
 
     def spread(self, start: Any, shape: tuple[int, ...], setup: Setup) -> Tensor:
-        """`start` as a tensor of the model's kind, repeated to `shape` where it is a single number."""
+        """`start` as a tensor of the model's dtype; a single number is repeated to `shape`."""
         try:
-            value = torch.as_tensor(start, dtype=setup.dtype, device=setup.device).detach().clone()
+            value = torch.as_tensor(start, dtype=setup.like.dtype, device=setup.like.device).detach().clone()
         except (TypeError, ValueError, RuntimeError) as error:
             raise BilevelError(
                 f"Hyperparameter {self.name!r} starts at {start!r}, which is not a number or an array of them "
                 f"({error})."
             ) from None
-        if shape and value.shape != shape:
-            if value.ndim:
-                raise BilevelError(
-                    f"Hyperparameter {self.name!r} starts at an array of shape {list(value.shape)}, but there are "
-                    f"{list(shape)} values to tune. Pass one number for all, or an array of that shape."
-                )
-            value = value.expand(shape).clone()
-        return value
+        if shape and value.ndim and value.shape != shape:
+            raise BilevelError(
+                f"Hyperparameter {self.name!r} starts at an array of shape {list(value.shape)}, but there are "
+                f"{list(shape)} values to tune. Pass one number for all, or an array of that shape."
+            )
+        return value.expand(shape).clone() if shape else value
 
+    def of_each_parameter(self, value: Tree, setup: Setup) -> dict[str, Tensor]:
+        """The value for every parameter, by name: that of its layer, or one for all."""
+        layers = enumerate(setup.layers().values())
+        return {name: value[place] if self.per == "layer" else value for place, names in layers for name in names}
 
-def refuse_per(name: str, per: str, legal: tuple[str, ...]) -> None:
-    """A BilevelError for a `per` that the role does not have."""
-    if per not in legal:
-        raise BilevelError(f"Hyperparameter {name!r} has per={per!r}; pass one of {', '.join(map(repr, legal))}.")
+    def at_each_step(self, value: Tree) -> Any:
+        """The value as a setting of the dynamics: a function of t where every step has its own."""
+        return (lambda t: value[t - 1]) if self.per == "step" else value

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter
-from bilevel.tuning.setup import Setup
-from bilevel.tuning.transforms import Transform
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 
 
 @dataclass(frozen=True)
 class ExampleWeights(Hyperparameter):
-    """mean of vᵢ·ℓᵢ over the batch in place of the mean of ℓᵢ, with a weight vᵢ for each training example.
+    """The mean of vᵢ·ℓᵢ over the batch replaces the mean of ℓᵢ, with a weight vᵢ for each training example.
 
-    The weights find examples that do not help on the validation set: wrong labels get small ones (data
-    hyper-cleaning). The loss has to give one number per example; those of `torch.nn` are asked for it
-    (`reduction="none"`).
+    Examples that do not help on the validation set, such as wrong labels, get small weights (data hyper-cleaning). The
+    loss has to return one number per example; losses of `torch.nn` are called with `reduction="none"`.
 
     Args:
         start: the weights before tuning; one number, or an array with one per example, in the order of the data set.
@@ -32,16 +29,12 @@ class ExampleWeights(Hyperparameter):
 
     name: str = field(default="example_weights", kw_only=True)
     start: Any = 0.5
-    range: tuple[float | None, float | None] | None = (0.0, 1.0)
-    transform: str | Transform | None = "logit"
+    range: Range = (0.0, 1.0)
+    transform: TransformLike = "logit"
+    per: Literal["example"] = "example"
 
+    choices: ClassVar[tuple[str, ...]] = ("example",)
     per_example: ClassVar[bool] = True
-
-    def begin(self, setup: Setup) -> Tree:
-        return self.spread(self.start, (setup.examples,), setup)
-
-    def axis(self) -> str | None:
-        return "example"
 
     def weigh(self, value: Tree, losses: Tensor, index: Tensor) -> Tensor:
         return value[index] * losses

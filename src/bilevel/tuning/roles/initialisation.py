@@ -1,17 +1,17 @@
-"""Where training begins."""
+"""The weights before training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter, refuse_per
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 from bilevel.tuning.setup import Setup
-from bilevel.tuning.transforms import Transform
 
 
 @dataclass(frozen=True)
@@ -32,36 +32,30 @@ class Initialisation(Hyperparameter):
 
     name: str = field(default="initialisation", kw_only=True)
     start: Any = None
-    range: tuple[float | None, float | None] | None = None
-    transform: str | Transform | None = None
+    range: Range = None
+    transform: TransformLike = None
     per: Literal["model", "layer", "weight"] = "layer"
 
+    choices: ClassVar[tuple[str, ...]] = ("model", "layer", "weight")
+
     def __post_init__(self) -> None:
-        refuse_per(self.name, self.per, ("model", "layer", "weight"))
+        super().__post_init__()
         if self.per == "weight" and self.start is not None:
             raise BilevelError(
                 f"Initialisation(start={self.start!r}, per='weight') has two starts: the model's parameters are "
                 "already one. Leave start out, or load the parameters into the model."
             )
         if self.per != "weight":
-            # A factor is positive and matters by its order of magnitude.
-            object.__setattr__(self, "range", self.range or (1e-2, 1e2))
-            object.__setattr__(self, "transform", self.transform or "log")
+            defaults = {"start": 1.0, "range": (1e-2, 1e2), "transform": "log"}
+            for name, default in defaults.items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, default)
 
     def begin(self, setup: Setup) -> Tree:
-        if self.per == "weight":
-            return {name: value.detach().clone() for name, value in setup.parameters.items()}
-        shape = (len(setup.layer_names()),) if self.per == "layer" else ()
-        return self.spread(1.0 if self.start is None else self.start, shape, setup)
-
-    def labels(self, setup: Setup) -> list[str] | None:
-        return setup.layer_names() if self.per == "layer" else None
-
-    def axis(self) -> str | None:
-        return None if self.per == "model" else self.per
+        return trees.clone(setup.parameters) if self.per == "weight" else super().begin(setup)
 
     def initial(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
         if self.per == "weight":
             return dict(value)
-        places = setup.layers()
-        return {name: x * (value[places[name]] if self.per == "layer" else value) for name, x in w.items()}
+        factors = self.of_each_parameter(value, setup)
+        return {name: x * factors[name] for name, x in w.items()}

@@ -1,4 +1,4 @@
-"""Label smoothing: how sure to be of a label."""
+"""Label smoothing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter
-from bilevel.tuning.transforms import Transform
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 
 
 @dataclass(frozen=True)
 class LabelSmoothing(Hyperparameter):
     """Class labels y become probabilities (1 − ε)·onehot(y) + ε/C in training; validation keeps the labels.
 
-    The loss must take probabilities, as `torch.nn.functional.cross_entropy` does. At every ε it is that loss with
-    `label_smoothing=ε`, which torch itself cannot differentiate in ε.
+    The loss must take probabilities, as `torch.nn.functional.cross_entropy` does. The result equals torch's
+    `label_smoothing=ε`, which torch cannot differentiate with respect to ε.
 
     >>> LabelSmoothing().targets(torch.tensor(0.2), torch.tensor([1]), torch.zeros(1, 2))
     tensor([[0.1000, 0.9000]])
@@ -27,8 +26,8 @@ class LabelSmoothing(Hyperparameter):
 
     name: str = field(default="label_smoothing", kw_only=True)
     start: float = 0.1
-    range: tuple[float | None, float | None] | None = (0.0, 0.9)
-    transform: str | Transform | None = "logit"
+    range: Range = (0.0, 0.9)
+    transform: TransformLike = "logit"
 
     def targets(self, value: Tree, targets: Tree, output: Any) -> Tree:
         if not (isinstance(targets, Tensor) and isinstance(output, Tensor) and output.ndim == 2):
@@ -39,10 +38,9 @@ class LabelSmoothing(Hyperparameter):
         classes = output.shape[1]
         if classes < 2 or (targets.is_floating_point() and targets.shape != output.shape):
             raise BilevelError(
-                f"{type(self).__name__} spreads a part of each label over the classes, but the outputs are "
-                f"{_shape(output)} and the targets {_shape(targets)}, which is not a probability for each class. Write "
-                "the model with one output per class (two for yes and no) and pass labels, or probabilities like the "
-                "outputs."
+                f"{type(self).__name__} needs one output per class, but the outputs are {_shape(output)} and the "
+                f"targets {_shape(targets)}. Give the model one output per class (two for yes and no), and pass "
+                "labels, or probabilities of the same shape as the outputs."
             )
         if not targets.is_floating_point():
             targets = torch.nn.functional.one_hot(targets.long(), classes).to(output)

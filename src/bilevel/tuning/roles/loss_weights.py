@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 from bilevel.tuning.setup import Setup
-from bilevel.tuning.transforms import Transform
 
 
 @dataclass(frozen=True)
 class LossWeights(Hyperparameter):
     """Σ weight·loss over several training losses, with weights that are positive and add up to 1.
 
-    The losses are those of `tune(model, {"main": …, "auxiliary": …}, …, val_loss=…)`. What should be small in the end,
-    `val_loss`, has to be said, because a mixture of losses could be lowered by preferring an easy one.
+    The losses are those of `tune(model, {"main": …, "auxiliary": …}, …, val_loss=…)`. `val_loss` has to be passed,
+    because the mixture itself becomes small when all weight goes to an easy loss.
 
     Args:
         start: the weights before tuning; equal ones by default.
@@ -31,18 +30,15 @@ class LossWeights(Hyperparameter):
 
     name: str = field(default="loss_weights", kw_only=True)
     start: Any = None
-    range: tuple[float | None, float | None] | None = None
-    transform: str | Transform | None = "simplex"
+    range: Range = None
+    transform: TransformLike = "simplex"
+    per: Literal["loss"] = "loss"
+
+    choices: ClassVar[tuple[str, ...]] = ("loss",)
 
     def begin(self, setup: Setup) -> Tree:
         count = len(setup.losses)
         return self.spread(1 / count if self.start is None else self.start, (count,), setup)
-
-    def labels(self, setup: Setup) -> list[str] | None:
-        return list(setup.losses)
-
-    def axis(self) -> str | None:
-        return "loss"
 
     def mix(self, value: Tree, losses: Sequence[Tensor]) -> Tensor:
         return sum((weight * loss for weight, loss in zip(value, losses, strict=True)), torch.zeros(()).to(value))

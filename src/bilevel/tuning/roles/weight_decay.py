@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from bilevel.errors import BilevelError
 from bilevel.trees import Tree
-from bilevel.tuning.roles.base import Hyperparameter, refuse_per
-from bilevel.tuning.setup import Setup, refuse_parameters
-from bilevel.tuning.transforms import Transform
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
+from bilevel.tuning.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -37,37 +37,25 @@ class WeightDecay(Hyperparameter):
 
     name: str = field(default="weight_decay", kw_only=True)
     start: Any = 1e-4
-    range: tuple[float | None, float | None] | None = (1e-8, 1e2)
-    transform: str | Transform | None = "log"
+    range: Range = (1e-8, 1e2)
+    transform: TransformLike = "log"
     per: Literal["model", "layer", "weight"] = "model"
     only: Callable[[str], bool] | None = None
 
-    def __post_init__(self) -> None:
-        refuse_per(self.name, self.per, ("model", "layer", "weight"))
-
-    def begin(self, setup: Setup) -> Tree:
-        chosen = self._chosen(setup)
-        if self.per == "weight":
-            return {name: self.spread(self.start, tuple(setup.parameters[name].shape), setup) for name in chosen}
-        return self.spread(self.start, (len(setup.layer_names(chosen)),) if self.per == "layer" else (), setup)
-
-    def labels(self, setup: Setup) -> list[str] | None:
-        return setup.layer_names(self._chosen(setup)) if self.per == "layer" else None
-
-    def axis(self) -> str | None:
-        return None if self.per == "model" else self.per
+    choices: ClassVar[tuple[str, ...]] = ("model", "layer", "weight")
 
     def penalty(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> Tensor:
-        chosen = self._chosen(setup)
+        layers = setup.layers(self.chosen(setup)).values()
+        names = [name for layer in layers for name in layer]
         if self.per == "weight":
-            return 0.5 * torch.stack([(value[name] * w[name] ** 2).sum() for name in chosen]).sum()
-        squares = torch.stack([(w[name] ** 2).sum() for name in chosen])
+            return 0.5 * torch.stack([(value[name] * w[name] ** 2).sum() for name in names]).sum()
+        squares = torch.stack([(w[name] ** 2).sum() for name in names])
         if self.per == "layer":
-            places = setup.layers(chosen)
-            value = value[[places[name] for name in chosen]]
+            value = value[[place for place, layer in enumerate(layers) for _ in layer]]
         return 0.5 * (value * squares).sum()
 
-    def _chosen(self, setup: Setup) -> list[str]:
-        chosen = [name for name in setup.parameters if self.only is None or self.only(name)]
-        refuse_parameters("WeightDecay", chosen)
-        return chosen
+    def chosen(self, setup: Setup) -> list[str]:
+        names = [name for name in setup.parameters if self.only is None or self.only(name)]
+        if not names:
+            raise BilevelError("WeightDecay(only=…) chose none of the model's parameters; let it return True for some.")
+        return names

@@ -1,0 +1,10 @@
+"""MAML by learn2learn's algorithm, written out."""
+
+from problems.by_learn2learn import adaptation
+from problems.initialisation import with_all_weights
+
+LABEL = "learn2learn, by hand"
+GROUP = "torch peer"
+KINDS = ("maml",)
+
+prepare = with_all_weights(adaptation)

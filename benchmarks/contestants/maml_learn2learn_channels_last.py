@@ -1,0 +1,12 @@
+"""The same by someone who knows that torch's convolutions are faster with channels last."""
+
+import torch
+
+from problems.by_learn2learn import adaptation
+from problems.initialisation import with_all_weights
+
+LABEL = "learn2learn, by hand, channels last"
+GROUP = "by hand"
+KINDS = ("maml",)
+
+prepare = with_all_weights(adaptation, torch.channels_last)

@@ -1,0 +1,169 @@
+"""One solver on one problem of benchmark_bilevel, timed until it reaches a target.
+
+As a program: `python -m referee.arena CHECKOUT PROBLEM SEED SECONDS TARGET SOLVER …` prints a JSON object with the
+curve of each. Ours and theirs go through the interface of benchopt: `set_objective` (compilation, not timed),
+`run(callback)`, `get_result`. The clock stops while the callback evaluates, as in benchopt.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import pickle
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A problem of benchmark_bilevel.
+
+    Attributes:
+        dataset: the file of its data set.
+        settings: those that differ from the data set's defaults.
+        configs: files with the best settings of its solvers; later ones count.
+        frequency: how many iterations of a solver pass between two calls of the callback.
+    """
+
+    dataset: str
+    settings: dict[str, Any]
+    configs: tuple[str, ...]
+    frequency: dict[str, int]
+
+
+PROBLEMS = {
+    "quadratics": Contest("simulated", {}, ("quadratics_021424_best_params",), {"eval_freq": 16}),
+    "logistic": Contest("ijcnn1", {}, ("ijcnn1_best_params", "ijcnn1_021424_best_params"), {"eval_freq": 512}),
+    "cleaning": Contest("mnist", {"ratio": 0.5}, ("datacleaning0_5_best_params",), {"eval_freq": 64}),
+}
+
+
+def module(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[name] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+def solver_file(checkout: Path, name: str) -> Path:
+    """Ours if `referee/solvers` has it, and otherwise the file of the checkout."""
+    ours = HERE / "solvers" / f"{name}.py"
+    return ours if ours.exists() else checkout / "solvers" / f"{name}.py"
+
+
+def objective(checkout: Path, problem: str, seed: int) -> Any:
+    """The objective of benchmark_bilevel with the data of the problem."""
+    for path in (HERE.parent, HERE / "data", checkout):
+        sys.path.insert(0, str(path))
+    os.environ["REFEREE_SEED"] = str(seed)
+    kind, settings = module(checkout / "datasets" / f"{PROBLEMS[problem].dataset}.py", "data").Dataset, {}
+    if "random_state" in kind.parameters:
+        settings = {"random_state": 2442 + seed}
+    if problem == "cleaning":
+        _link_mnist()
+    data = kind.get_instance(**PROBLEMS[problem].settings, **settings).get_data()
+    judge = module(checkout / "objective.py", "objective").Objective.get_instance(random_state=2442 + seed)
+    judge.set_data(**data)
+    return judge
+
+
+def _link_mnist() -> None:
+    """Write the file that the data set reads instead of a download, from the files in BILEVEL_DATA."""
+    import numpy as np
+
+    if Path("mnist.pkl").exists():
+        return
+    root = Path(os.environ["BILEVEL_DATA"]) / "mnist"
+    files = {"training": "train", "test": "t10k"}
+    content = {}
+    for key, name in files.items():
+        with gzip.open(root / f"{name}-images-idx3-ubyte.gz") as file:
+            content[f"{key}_images"] = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 784)
+        with gzip.open(root / f"{name}-labels-idx1-ubyte.gz") as file:
+            content[f"{key}_labels"] = np.frombuffer(file.read(), np.uint8, offset=8)
+    Path("mnist.pkl").write_bytes(pickle.dumps(content))
+
+
+class Clock:
+    """The callback: the time of the solver alone, and the value of the metric at each call."""
+
+    def __init__(self, judge: Any, solver: Any, seconds: float, target: float) -> None:
+        self.judge, self.solver, self.seconds, self.target = judge, solver, seconds, target
+        self.times: list[float] = []
+        self.values: list[float] = []
+        self.spent, self.began = 0.0, time.process_time()
+
+    def __call__(self) -> bool:
+        result = self.solver.get_result() if self.times else None
+        if result is not None:
+            import jax
+
+            jax.block_until_ready(result)
+        self.spent += time.process_time() - self.began
+        result = result or {"inner_var": self.judge.inner_var0, "outer_var": self.judge.outer_var0}
+        self.times.append(self.spent)
+        self.values.append(float(self.judge.evaluate_result(**result)["value"]))
+        going = self.spent < self.seconds and self.values[-1] > self.target and self.values[-1] < 1e6
+        self.began = time.process_time()
+        return going
+
+
+def published(checkout: Path, problem: str) -> dict[str, dict[str, Any]]:
+    """The best settings that benchmark_bilevel publishes for its solvers on this problem, by the file of the solver."""
+    import yaml
+
+    found: dict[str, dict[str, Any]] = {}
+    for config in PROBLEMS[problem].configs:
+        for line in yaml.safe_load((checkout / "config" / f"{config}.yml").read_text())["solver"]:
+            name, _, words = line.partition("[")
+            pairs = re.findall(r"(\w+)=([\w.+-]+)(?=[,\]])", words)
+            # Settings of versions that had other solvers than JAX's.
+            kept = {key: _number(value) for key, value in pairs if key not in ("framework", "init_memory", "eval_freq")}
+            found[name.lower()] = {key: value for key, value in kept.items() if key != "random_state"}
+    return found
+
+
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def run(checkout: Path, problem: str, judge: Any, name: str, seed: int, seconds: float, target: float) -> Any:
+    """The curve of one solver; the reason where it cannot run."""
+    kind = module(solver_file(checkout, name), "solver").Solver
+    given = {**published(checkout, problem).get(name, {}), "random_state": 1 + seed, **PROBLEMS[problem].frequency}
+    solver = kind.get_instance(**{key: value for key, value in given.items() if key in kind.parameters})
+    clock = Clock(judge, solver, seconds, target)
+    try:
+        solver.set_objective(**judge.get_objective())
+        clock.began = time.process_time()
+        solver.run(clock)
+    except Exception as error:  # a solver of theirs that this problem or version of JAX does not suit
+        return {
+            "solver": name,
+            "times": clock.times,
+            "values": clock.values,
+            "error": f"{type(error).__name__}: {error}"[:200],
+        }
+    return {"solver": name, "times": clock.times, "values": clock.values}
+
+
+if __name__ == "__main__":
+    place, problem, seed, seconds, target, *names = sys.argv[1:]
+    judge = objective(Path(place), problem, int(seed))
+    for name in names:
+        answer = run(Path(place), problem, judge, name, int(seed), float(seconds), float(target))
+        print(json.dumps(answer), flush=True)

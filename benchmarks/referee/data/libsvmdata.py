@@ -1,0 +1,27 @@
+"""A stand-in for the package of this name: rows of ijcnn1's sizes made here, for a machine without a network.
+
+Features are correlated and of different scales, and a third of them matter. Each seed (`REFEREE_SEED`) is another set
+of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+ROWS = {"ijcnn1": 50_000, "ijcnn1_test": 91_701}
+FEATURES = 22
+
+
+def fetch_libsvm(name: str) -> tuple[Any, Any]:
+    seed = int(os.environ.get("REFEREE_SEED", "0"))
+    common = np.random.default_rng(seed)
+    mixing = np.eye(FEATURES) + 0.3 * common.normal(size=(FEATURES, FEATURES)) / np.sqrt(FEATURES)
+    scale = common.uniform(0.5, 2.0, FEATURES)
+    true = np.where(common.random(FEATURES) < 1 / 3, common.normal(size=FEATURES), 0.0)
+    own = np.random.default_rng([seed, list(ROWS).index(name)])
+    x = own.normal(size=(ROWS[name], FEATURES)) @ mixing * scale
+    score = x @ true + own.logistic(size=len(x))
+    return x, np.where(score > 0, 1.0, -1.0)

@@ -1,0 +1,150 @@
+"""The objectives of benchmark_bilevel in torch: the same functions of the same arrays, read from the jitted ones.
+
+`python -m referee.objectives CHECKOUT PROBLEM` compares values and gradients in double precision.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, softplus
+
+import bilevel as bl
+
+# How far values and gradients may differ in single precision.
+ROUGH = 2e-4
+
+
+@dataclass(frozen=True)
+class Bridged:
+    """A problem of the referee's.
+
+    Attributes:
+        kind: "quadratics", "logistic" or "cleaning".
+        inner: `inner(w, lam, data)`, with all data or a part of them.
+        outer: the same for the outer objective.
+        train: the data of the inner objective, tensors with one row for each sample.
+        val: those of the outer objective.
+    """
+
+    kind: str
+    inner: Callable[[Tensor, Tensor, Any], Tensor]
+    outer: Callable[[Tensor, Tensor, Any], Tensor]
+    train: tuple[Tensor, ...]
+    val: tuple[Tensor, ...]
+
+    def problem(self, start: Tensor) -> bl.Problem:
+        return bl.Problem(self.inner, self.outer, lambda lam: start, check_derivatives=False)
+
+    def task(self) -> bl.Task:
+        return bl.Task(self.train, self.val)
+
+    def part(self, data: tuple[Tensor, ...], start: int, size: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[start : start + size] for tensor in data)
+
+
+def bridged(f_inner: Any, f_outer: Any) -> Bridged:
+    """The torch form of two jitted functions, from the arrays in their closures."""
+    train, val = arrays(f_inner), arrays(f_outer)
+    if "hess_inner" in train:
+        names = ("hess_inner", "hess_outer", "cross", "linear_inner", "linear_outer")
+        return Bridged("quadratics", quadratic, quadratic, *(tuple(part[n] for n in names) for part in (train, val)))
+    if train["y_train"].ndim == 1:
+        rows = [(part[f"X_{name}"], part[f"y_{name}"]) for part, name in ((train, "train"), (val, "val"))]
+        return Bridged("logistic", penalised, logistic, *rows)
+    x, y = train["X_train"], train["y_train"].argmax(1)
+    reg = next(cell.cell_contents for cell in f_inner.__wrapped__.__closure__ if hasattr(cell.cell_contents, "reg")).reg
+
+    def inner(w: Tensor, lam: Tensor, data: Any) -> Tensor:
+        return weighted(w, lam, data) + reg * (w**2).sum()
+
+    held_out = (val["X_val"], val["y_val"].argmax(1))
+    return Bridged(
+        "cleaning", inner, lambda w, lam, data: classified(w, data).mean(), (x, y, torch.arange(len(x))), held_out
+    )
+
+
+def arrays(function: Any) -> dict[str, Tensor]:
+    """The arrays in the closure of a jitted function, by name."""
+    code, cells = function.__wrapped__.__code__, function.__wrapped__.__closure__
+    found = {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    kept = {name: np.array(value) for name, value in found.items() if hasattr(value, "shape")}
+    floating = next(value.dtype for value in kept.values() if value.ndim > 1)
+    return {name: torch.from_numpy(value.astype(floating)) for name, value in kept.items()}
+
+
+def quadratic(w: Tensor, lam: Tensor, data: Any) -> Tensor:
+    """The mean of ½ wᵀA w + ½ λᵀB λ + λᵀC w + aᵀw + bᵀλ over samples."""
+    inner, outer, cross, a, b = (part.mean(0) for part in data)
+    return 0.5 * w @ inner @ w + 0.5 * lam @ outer @ lam + lam @ cross @ w + a @ w + b @ lam
+
+
+def logistic(w: Tensor, lam: Tensor, data: Any) -> Tensor:
+    x, y = data
+    return softplus(-y * (x @ w)).mean()
+
+
+def penalised(w: Tensor, lam: Tensor, data: Any) -> Tensor:
+    return logistic(w, lam, data) + 0.5 * (lam.exp() * w**2).sum()
+
+
+def classified(w: Tensor, data: Any) -> Tensor:
+    """The loss of every row."""
+    return cross_entropy(data[0] @ w.view(data[0].shape[1], -1), data[1], reduction="none")
+
+
+def weighted(w: Tensor, lam: Tensor, data: Any) -> Tensor:
+    return (lam[data[2]].sigmoid() * classified(w, data)).mean()
+
+
+def difference(ours: Bridged, f_inner: Any, f_outer: Any, w0: Any, lam0: Any, seed: int = 0) -> float:
+    """The largest relative difference of values and gradients, on all data and on a minibatch, at three points."""
+    import jax
+
+    generator, largest = np.random.default_rng(seed), 0.0
+    for scale in (0.0, 0.1, 1.0):
+        w, lam = (np.asarray(x) + scale * generator.normal(size=x.shape).astype(x.dtype) for x in (w0, lam0))
+        for mine, theirs, data in ((ours.inner, f_inner, ours.train), (ours.outer, f_outer, ours.val)):
+            for start, size in ((0, len(data[0])), (64, 64)):
+                value, grads = jax.value_and_grad(theirs, (0, 1))(w, lam, start=start, batch_size=size)
+                leaves = [torch.tensor(x, requires_grad=True) for x in (w, lam)]
+                found = mine(*leaves, ours.part(data, start, size))
+                slopes = torch.autograd.grad(found, leaves, allow_unused=True)
+                pairs = [(found.detach(), value)] + [
+                    (torch.zeros_like(leaf) if slope is None else slope, grad)
+                    for leaf, slope, grad in zip(leaves, slopes, grads, strict=True)
+                ]
+                for one, other in pairs:
+                    expected = torch.tensor(np.array(other))
+                    largest = max(largest, float((one - expected).norm() / expected.norm().clamp(min=1e-12)))
+    return largest
+
+
+def checked(f_inner: Any, f_outer: Any, w0: Any, lam0: Any) -> Bridged:
+    """The torch form, compared with the jitted functions in their own precision."""
+    ours = bridged(f_inner, f_outer)
+    apart = difference(ours, f_inner, f_outer, w0, lam0)
+    if not apart < ROUGH:
+        raise bl.BilevelError(f"The objectives in torch differ from the referee's by {apart:.1e}.")
+    return ours
+
+
+if __name__ == "__main__":
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    from referee import arena
+
+    for problem in sys.argv[2:]:
+        judge = arena.objective(Path(sys.argv[1]), problem, 0)
+        apart = difference(
+            bridged(judge.f_inner, judge.f_outer), judge.f_inner, judge.f_outer, judge.inner_var0, judge.outer_var0
+        )
+        print(f"{problem}: {apart:.1e}")

@@ -1,0 +1,89 @@
+"""The batches and random integers of one iteration of a single-loop algorithm, as pure functions of its number."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from bilevel.tasks.fixed_batches import FixedBatches
+from bilevel.trees import Tree
+
+
+class BatchSource:
+    """One side of a task: a sampler, batches that stay the same, or one batch for all draws.
+
+    Attributes:
+        count: of how many batches it is the mean; None if it draws new ones for ever.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given, self.sampler = given, callable(given)
+        self.fixed = isinstance(given, FixedBatches)
+        self.count: int | None = len(given) if self.fixed else None if self.sampler else 1
+
+    def index(self, t: int) -> int:
+        """Which of the `count` batches draw t = 1, 2, … gives."""
+        return int(self.given.index(t)) if self.fixed else 0
+
+    def __getitem__(self, index: int) -> Tree:
+        return self.given[index] if self.fixed else self.given
+
+    def __call__(self, t: int) -> Tree:
+        return self.given(t) if self.sampler else self.given
+
+    def some(self, most: int) -> list[Tree]:
+        """All batches, or the first `most` draws."""
+        if self.count is not None:
+            return [self[index] for index in range(min(self.count, most))]
+        return [self(t) for t in range(1, most + 1)]
+
+    def all(self) -> list[Tree]:
+        return [self[index] for index in range(self.count or 0)]
+
+
+@dataclass
+class Draws:
+    """What iteration k draws, one after the other. Two objects for the same k give the same.
+
+    Args:
+        train, val: the data of both levels.
+        k: the iteration.
+        per_iteration: the most batches of train and of val that an iteration draws.
+        seed: of the random integers.
+    """
+
+    train: BatchSource
+    val: BatchSource
+    k: int
+    per_iteration: tuple[int, int]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._inner, self._outer = (self.k * count for count in self.per_iteration)
+        self._integers = 0
+
+    def inner(self) -> Tree:
+        """The next batch of training data."""
+        self._inner += 1
+        return self.train(self._inner)
+
+    def outer(self) -> Tree:
+        """The next batch of validation data."""
+        self._outer += 1
+        return self.val(self._outer)
+
+    def inner_index(self) -> int:
+        """The number of the next batch of training data, for a finite sum."""
+        self._inner += 1
+        return self.train.index(self._inner)
+
+    def outer_index(self) -> int:
+        """The number of the next batch of validation data, for a finite sum."""
+        self._outer += 1
+        return self.val.index(self._outer)
+
+    def integer(self, below: int) -> int:
+        """A random integer in 0, …, below − 1."""
+        self._integers += 1
+        return random.Random(f"{self.seed} {self.k} {self._integers}").randrange(below)

@@ -1,0 +1,300 @@
+"""What single-loop algorithms share: w, the solution v of the linear system, and λ move together, on batches."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.algorithms.base import Algorithm, OuterProblem
+from bilevel.algorithms.draws import BatchSource, Draws
+from bilevel.algorithms.step_sizes import Probe, neumann_terms
+from bilevel.engine.checks import check_process
+from bilevel.engine.method import Hypergradient, Stats
+from bilevel.engine.oracles import Derivatives, Triple
+from bilevel.engine.process import Process
+from bilevel.engine.samplers import check_draws
+from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.methods.implicit.method import Implicit
+from bilevel.problem import Task
+from bilevel.trees import Tree
+
+Memory = dict[str, Any]
+StepSize = float | Callable[[int], float] | None
+# The number of batches of each level that step sizes are chosen by.
+PROBED = 8
+# Default step sizes fall like (1 + k/DELAY)^−exponent.
+DELAY = 100
+
+
+class Move(NamedTuple):
+    """One iteration: E and the directions at the old point, the new point, and what the algorithm remembers."""
+
+    value: Tensor
+    direction: Triple
+    point: Triple
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The step sizes of an iteration: `inner` for w and v, `outer` for λ; and the Neumann series: `terms`, and the η of
+    its factors I − η ∇²_w L."""
+
+    inner: float
+    outer: float
+    terms: int = 0
+    eta: float = 0.0
+
+
+@dataclass(frozen=True)
+class SingleLoop(Algorithm):
+    """Moves w, v ≈ −(∇²_w L)⁻¹ ∇_w E and λ together, on batches of the training and the validation data.
+
+    No inner problem is solved: `solve` takes no `dynamics`, `steps` or `method` with such an algorithm. `train` and
+    `val` of the task are samplers (`Minibatches`, `FixedBatches`, or any pure function of the draw t = 1, 2, …) or
+    batches. A hyperiteration is one update of λ. The value in the history is E on the batch that was drawn.
+    `gradient_norm` is the norm of all three directions, which vanish together at a solution.
+
+    Args:
+        inner_lr: the step size of w and v: a number, a function of the iteration k = 0, 1, …, or None for 1/ν, with the
+            largest curvature ν of the inner objective on eight batches, falling with k where the algorithm needs that.
+        outer_lr: the step size of λ, likewise; None estimates the largest stable one at the start, and takes half.
+        compiled: compile the derivatives. It takes about half a minute and needs a C++ compiler.
+        seed: of what the algorithm draws besides batches.
+    """
+
+    moves_w: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
+    # With `inner_lr=None` and `outer_lr=None` the step sizes fall with these exponents.
+    exponents: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    # The share of 1/ν that `inner_lr=None` takes.
+    share: ClassVar[float] = 1.0
+    # It remembers a gradient of every batch, or computes the mean over all of them now and then.
+    finite_sum: ClassVar[bool] = False
+    # Its noise vanishes at the solution.
+    variance_reduced: ClassVar[bool] = False
+
+    inner_lr: StepSize = field(default=None, kw_only=True)
+    outer_lr: StepSize = field(default=None, kw_only=True)
+    compiled: bool = field(default=False, kw_only=True)
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("inner_lr", "outer_lr"):
+            size = getattr(self, name)
+            if size is not None and not callable(size) and not 0 < size < math.inf:
+                raise BilevelError(f"{name}={size!r} is not a step size; pass a number > 0, a function of k, or None.")
+
+    @abstractmethod
+    def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
+        """One iteration. It changes neither the point nor the memory that it is given: the loop may save both."""
+
+    def begin(self, at: Derivatives, point: Triple, train: BatchSource, val: BatchSource) -> Memory:
+        """What the algorithm remembers before the first iteration."""
+        return {}
+
+    def draws(self, terms: int) -> tuple[int, int]:
+        """The most batches of train and val that an iteration draws."""
+        return 1, 1
+
+    @property
+    def inner_steps_taken(self) -> int:
+        """How many steps of w an iteration takes."""
+        return 1
+
+    def check_data(self, train: BatchSource, val: BatchSource) -> None:
+        """Refuse data that the algorithm cannot use."""
+        name = type(self).__name__
+        for side, source in (("train", train), ("val", val)):
+            if self.finite_sum and source.count is None:
+                raise BilevelError(
+                    f"{name} needs objectives that are means over a fixed set of batches, but task.{side} is "
+                    f"{type(source.given).__name__}, which draws new batches for ever. Pass "
+                    f"bilevel.FixedBatches(data, size) as {side}, or use SOBA, which needs no such set."
+                )
+
+    def minimise(self, outer: OuterProblem) -> Outcome:
+        run = _Run.of(self, outer)
+        outer.keep(run.state)
+        while True:
+            move = self.step(run.at, run.point, run.memory, run.draw(), run.rates())
+            run.look(move)
+            run.accept(move)
+
+
+@dataclass
+class _Run:
+    """The state of one run."""
+
+    algorithm: SingleLoop
+    outer: OuterProblem
+    at: Derivatives
+    train: BatchSource
+    val: BatchSource
+    point: Triple
+    k: int = 0
+    chosen: dict[str, float] = field(default_factory=dict)
+    memory: Memory = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _Run:
+        """Check everything once, and choose what was left open."""
+        assert outer.task is not None and outer.process is not None, "solve passes both"
+        train, val = BatchSource(outer.task.train), BatchSource(outer.task.val)
+        algorithm.check_data(train, val)
+        for name, source in (("train", train), ("val", val)):
+            check_draws(name, source.given, source.count)
+        lam = outer.lam if outer.saved is None else outer.saved["example"]
+        process = outer.process(lam, Task(train(1), val(1)))
+        _check(algorithm, process)
+        at = Derivatives(process, algorithm.compiled)
+        with torch.no_grad():
+            w = at.w.vector(process.bound.start()[0])
+        run = cls(algorithm, outer, at, train, val, Triple(w, torch.zeros_like(w), at.lam.vector(lam)))
+        if outer.saved is not None:
+            run.load(outer.saved)
+        else:
+            run.choose()
+            run.memory = algorithm.begin(at, run.point, train, val)
+        return run
+
+    def choose(self) -> None:
+        """Measure the curvature, refuse an inner problem that is not convex, and choose the step sizes left open."""
+        algorithm, name = self.algorithm, type(self.algorithm).__name__
+        # Compiling takes longer than these few products.
+        probe = Probe(
+            name, replace(self.at, compiled=False), self.point, self.train.some(PROBED), self.val.some(PROBED)
+        )
+        mu, nu = probe.curvatures()
+        terms = getattr(algorithm, "terms", 0)
+        self.chosen = {"nu": nu, "inner": algorithm.share / nu, "outer": 0.0, "eta": 1 / nu}
+        self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
+        if algorithm.outer_lr is None:
+            inner = self.rates(0).inner
+            self.chosen["outer"] = probe.outer_step(inner * algorithm.inner_steps_taken)
+
+    def rates(self, k: int | None = None) -> Rates:
+        k = self.k if k is None else k
+        sizes = []
+        for given, name, exponent in zip(
+            (self.algorithm.inner_lr, self.algorithm.outer_lr),
+            ("inner", "outer"),
+            self.algorithm.exponents,
+            strict=True,
+        ):
+            if given is None:
+                sizes.append(self.chosen[name] * (1 + k / DELAY) ** -exponent)
+            else:
+                sizes.append(given(k) if callable(given) else given)
+        return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), self.chosen["eta"])
+
+    def draw(self) -> Draws:
+        return Draws(self.train, self.val, self.k, self.algorithm.draws(int(self.chosen["terms"])), self.algorithm.seed)
+
+    def look(self, move: Move) -> None:
+        """Show the iteration to the loop, which may end it here."""
+        direction, at = move.direction, self.at
+        parts = [direction.w, direction.v, direction.lam]
+        norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in parts))
+        if not math.isfinite(norm):
+            self.explain()
+        stats = Stats(type(self.algorithm).__name__, steps=self.algorithm.inner_steps_taken)
+        result = Hypergradient(move.value, at.lam.tree(direction.lam), at.w.tree(move.point.w), stats)
+        assert self.outer.look is not None
+        self.outer.look(at.lam.tree(self.point.lam), result, norm)
+
+    def accept(self, move: Move) -> None:
+        self.point, self.memory, self.k = move.point, move.memory, self.k + 1
+        if self.outer.constraint is not None:
+            lam = self.at.lam.vector(self.outer.constraint.project(self.at.lam.tree(self.point.lam)))
+            self.point = replace(self.point, lam=lam)
+
+    def explain(self) -> NoReturn:
+        """Say which step size broke which bound."""
+        name, rates = type(self.algorithm).__name__, self.rates(0)
+        limit = 2 / self.chosen["nu"]
+        where = f"{name} diverged in iteration {self.k}: a direction is not finite."
+        if rates.inner >= limit:
+            raise DivergenceError(
+                f"{where} inner_lr = {rates.inner:.3g} lies above 2/ν = {limit:.3g}, where ν = {self.chosen['nu']:.3g} "
+                "is the largest curvature of the inner objective on a batch at the start. Pass a smaller inner_lr, or "
+                "leave it out."
+            )
+        start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
+        probe = Probe(name, replace(self.at, compiled=False), start, self.train.some(PROBED), self.val.some(PROBED))
+        limit = 2 * probe.outer_step(rates.inner * self.algorithm.inner_steps_taken)
+        relation = "lies above" if rates.outer > limit else "does not lie above"
+        raise DivergenceError(
+            f"{where} outer_lr = {rates.outer:.3g} {relation} {limit:.3g}, the largest stable step of λ as estimated "
+            f"at the start; inner_lr = {rates.inner:.3g} lies below its limit 2/ν there. Pass a smaller outer_lr, a "
+            "constraint that keeps λ where the curvature is like that, or a smaller inner_lr."
+        )
+
+    def state(self) -> Tree:
+        memory = {name: _plain(value) for name, value in self.memory.items()}
+        example = trees.clone(self.at.lam.tree(self.point.lam))
+        return {
+            "k": self.k,
+            "point": _plain(self.point),
+            "memory": memory,
+            "chosen": dict(self.chosen),
+            "example": example,
+        }
+
+    def load(self, saved: Tree) -> None:
+        self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), _restored(saved["point"])
+        self.memory = {name: _restored(value) for name, value in saved["memory"].items()}
+
+
+def check_count(algorithm: SingleLoop, *names: str) -> None:
+    """Refuse settings that are not numbers of steps or terms; None is allowed where it is the default."""
+    for name in names:
+        number = getattr(algorithm, name)
+        if number is None and type(algorithm).__dataclass_fields__[name].default is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise BilevelError(f"{type(algorithm).__name__}({name}={number!r}) is not a number; pass an int ≥ 1.")
+
+
+def _check(algorithm: SingleLoop, process: Process) -> None:
+    """The checks of implicit differentiation, which all of these algorithms approximate."""
+    name = type(algorithm).__name__
+    if process.problem.encode is not None:
+        raise BilevelError(
+            f"{name} draws a new batch for every product, and encode maps the data of a whole task once. Leave encode "
+            "out of the problem, and call it on the batch in inner and outer."
+        )
+    if process.problem.fixed_point is not None:
+        raise BilevelError(
+            f"{name} moves w along the gradient of an inner objective, but this problem is given by a fixed point or a "
+            "root. Pass inner=…, or use Descent()."
+        )
+    try:
+        check_process(process, Implicit())
+    except DivergenceError:
+        raise
+    except BilevelError as error:
+        raise BilevelError(f"{name} differentiates implicitly, and refuses what Implicit refuses. {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    return (
+        {"w": value.w.clone(), "v": value.v.clone(), "lam": value.lam.clone()}
+        if isinstance(value, Triple)
+        else (value.clone() if isinstance(value, Tensor) else value)
+    )
+
+
+def _restored(value: Any) -> Any:
+    return (
+        Triple(**{name: part.clone() for name, part in value.items()})
+        if isinstance(value, dict)
+        else (value.clone() if isinstance(value, Tensor) else value)
+    )

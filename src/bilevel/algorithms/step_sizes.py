@@ -1,0 +1,132 @@
+"""Step sizes of single-loop algorithms, from the curvature of both objectives on a few batches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.oracles import Derivatives, Triple
+from bilevel.errors import BilevelError
+from bilevel.linear_solvers.base import Operator, largest_eigenvalue
+from bilevel.linear_solvers.cg import conjugate
+from bilevel.linear_solvers.lanczos import lanczos
+from bilevel.methods.implicit.near_minimiser import newton
+from bilevel.trees import Tree
+
+# Products with Hessians for the extreme curvatures, for a linear system, and power iterations for the gain.
+PRODUCTS, SOLVE, POWER = 30, 20, 6
+# The share of the largest stable outer step that is taken: the estimates are too small by some per cent.
+SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The problem at the start, on a few batches of both levels; means over them stand for the whole data."""
+
+    name: str
+    at: Derivatives
+    begin: Triple
+    train: Sequence[Tree]
+    val: Sequence[Tree]
+
+    def curvatures(self) -> tuple[float, float]:
+        """μ of the mean of the batches, and the largest ν of a batch, at the start."""
+        w, lam = self.begin.w, self.begin.lam
+        tops = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in self.train]
+        nu = max(spectrum.largest for spectrum in tops)
+        mean = lanczos(_operator(lambda v: self._hessian(w, lam, v)), w, PRODUCTS)
+        if mean.attained < -1e-3 * abs(nu) or not nu > 0:
+            raise BilevelError(
+                f"{self.name} needs a convex inner problem: its linear system has a solution only where ∇²L is "
+                f"positive definite, but at the start the curvature of the inner objective reaches {mean.attained:.3g} "
+                f"(and {nu:.3g} upwards). Add an L2 term to the inner objective, or use Descent() with "
+                "method=Reverse(), which needs no convexity."
+            )
+        return max(mean.attained, 0.0), nu
+
+    def outer_step(self, inner_rate: float) -> float:
+        """A step for λ that keeps w, v and λ stable together, when w and v contract at the rate `inner_rate`·∇²L.
+
+        In the slow limit λ follows λ' = −γ (∇²h + N/ρ s) λ with the delay N = C H⁻² A H⁻¹ Cᵀ of w and v, so that γ must
+        stay below about 1/‖∇²h + N/ρ‖.
+        """
+        at, lam = self.at, self.begin.lam
+        w = self._near_minimiser()
+        slopes = [at.outer(w, lam, batch)[1] for batch in self.val]
+        v = -self._solve(w, torch.stack(slopes).mean(0))
+
+        def gain(u: Tensor) -> Tensor:
+            size = torch.finfo(u.dtype).eps ** (1 / 3) * (1 + float(lam.norm())) / max(float(u.norm()), 1e-30)
+            crossed = self._slope(w, lam + size * u) - self._slope(w, lam - size * u)
+            step = -self._solve(w, crossed)
+            one = self._directions(Triple(w + step / 2, v, lam + size * u))
+            two = self._directions(Triple(w - step / 2, v, lam - size * u))
+            pulled = -self._solve(w, one.v - two.v)
+            delayed = pulled + self._solve(w, pulled) / inner_rate
+            return ((one.lam - two.lam) + self._cross(w, lam, delayed)) / (2 * size)
+
+        largest = largest_eigenvalue(Operator(gain), lam, POWER)
+        if not math.isfinite(largest) or largest <= 0:
+            raise BilevelError(
+                f"{self.name} found no curvature of f at the start to choose outer_lr by (its estimate is "
+                f"{largest:.3g}). Pass outer_lr=…, a step size for λ."
+            )
+        return SHARE / largest
+
+    def _near_minimiser(self) -> Tensor:
+        at, lam = self.at, self.at.lam.tree(self.begin.lam)
+
+        def loss(w: Tree) -> Tensor:
+            with at.bound.around():
+                return torch.stack([at.bound.inner(w, lam, batch) for batch in self.train]).mean()
+
+        tol = 0.01 * float(self._slope(self.begin.w, self.begin.lam).norm())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return at.w.vector(newton(loss, at.w.tree(self.begin.w), tol, limit=10).w)
+
+    def _solve(self, w: Tensor, b: Tensor) -> Tensor:
+        return conjugate(_operator(lambda v: self._hessian(w, self.begin.lam, v)), b, None, 0.1, SOLVE)[0]
+
+    def _slope(self, w: Tensor, lam: Tensor) -> Tensor:
+        return torch.stack([self.at.gradient(w, lam, batch) for batch in self.train]).mean(0)
+
+    def _hessian(self, w: Tensor, lam: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([self.at.hessian(w, lam, v, batch) for batch in self.train]).mean(0)
+
+    def _product(self, w: Tensor, lam: Tensor, batch: Tree, v: Tensor) -> Tensor:
+        return self.at.hessian(w, lam, v, batch)
+
+    def _cross(self, w: Tensor, lam: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([self.at.cross(w, lam, v, batch) for batch in self.train]).mean(0)
+
+    def _directions(self, at: Triple) -> Triple:
+        return mean_directions(self.at, at, self.train, self.val)[1]
+
+
+def mean_directions(
+    derivatives: Derivatives, at: Triple, train: Sequence[Tree], val: Sequence[Tree]
+) -> tuple[Tensor, Triple]:
+    """E and the three directions, as means over the batches of both levels."""
+    inner = [derivatives.products(at.w, at.lam, at.v, batch) for batch in train]
+    outer = [derivatives.outer(at.w, at.lam, batch) for batch in val]
+    slope, hessian, cross = (torch.stack(parts).mean(0) for parts in zip(*inner, strict=True))
+    value, outer_w, outer_lam = (torch.stack(parts).mean(0) for parts in zip(*outer, strict=True))
+    return value, Triple(slope, hessian + outer_w, cross + outer_lam)
+
+
+def neumann_terms(mu: float, nu: float, accuracy: float = 1e-3, most: int = 1000) -> int:
+    """How many terms of Σ (I − H/ν)^q H⁻¹ leaves the share `accuracy` of the solution out, for curvatures in [μ, ν]."""
+    if not mu > 0:
+        return most
+    return max(2, min(most, math.ceil(math.log(accuracy) / math.log1p(-min(mu / nu, 0.999)))))
+
+
+def _operator(product: Callable[[Tensor], Tensor]) -> Operator:
+    return Operator(product, symmetric=True)

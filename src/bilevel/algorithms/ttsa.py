@@ -1,0 +1,51 @@
+"""TTSA: one inner step, and a slower step of λ (Hong, Wai, Wang and Yang, 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import Self
+
+from bilevel.algorithms.draws import Draws
+from bilevel.algorithms.inverse_products import random_neumann
+from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop, check_count
+from bilevel.engine.oracles import Derivatives, Triple
+
+
+@dataclass(frozen=True)
+class TTSA(SingleLoop):
+    """w −= ρ_k ∇_w L, then λ −= γ_k (∇²_{λw} L v + ∇_λ E), with v from a random term of the Neumann series.
+
+    Two time scales: ρ_k falls like k^−2/5 and γ_k like k^−3/5. Reference: "A two-timescale stochastic algorithm
+    framework for bilevel optimization: complexity analysis and application to actor-critic" (SIAM J. Optim. 2023).
+
+    Args:
+        terms: of the series; None takes as many as leave 1e-3 of v out, by the curvature at the start. The noise of v
+            grows with it.
+    """
+
+    exponents: ClassVar[tuple[float, float]] = (0.4, 0.6)
+
+    terms: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "terms")
+
+    def draws(self, terms: int) -> tuple[int, int]:
+        return terms + 1, 1
+
+    def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
+        lam = point.lam
+        slope = at.gradient(point.w, lam, draw.inner())
+        w = point.w.sub(slope, alpha=rates.inner)
+        value, outer_w, outer_lam = at.outer(w, lam, draw.outer())
+        (v,) = random_neumann(at, [(w, lam, outer_w)], rates.eta, rates.terms, draw)
+        hypergradient = at.cross(w, lam, v, draw.inner()) + outer_lam
+        after = Triple(w, v, lam.sub(hypergradient, alpha=rates.outer))
+        return Move(value, Triple(slope, v - point.v, hypergradient), after, memory)
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(), cls(terms=2)]

@@ -1,0 +1,242 @@
+"""Several processes under torchrun: how work is shared, and how results are combined.
+
+`world()` gives the processes that torchrun started. `alone()` is for scripts whose processes solve different problems.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from bilevel.errors import BilevelError, DivergenceError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# Numbers the worlds of this process. All processes of a run create equally many.
+_worlds = count()
+# The kinds of errors that processes tell each other about, by their index in this list.
+KINDS: tuple[type[BilevelError], ...] = (BilevelError, DivergenceError)
+ENDED = "Another process of this run has ended, or did not answer in time, so this one ends too."
+_current: ContextVar[World | None] = ContextVar("the processes that work together", default=None)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that work together, or a single one.
+
+    >>> World(rank=1, size=2).share(range(5))
+    [1, 3]
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes: on a GPU of its own if the machine has any."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the one process that writes files and prints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """The items that this process works on."""
+        return list(items[self.rank :: self.size])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.size > 1:
+            with _connected():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, mine: bool) -> bool:
+        """Whether `mine` is true on any process."""
+        return bool(self.sum(torch.tensor(int(mine))))
+
+    def everyone(self, mine: Item) -> list[Item]:
+        """What every process passed, by rank, bit for bit. It is pickled on the way."""
+        found: list[Any] = [mine]
+        if self.size > 1:
+            found = [None] * self.size
+            with _connected():
+                dist.all_gather_object(found, mine)
+            found[self.rank] = mine
+        return found
+
+    def from_first(self, said: Any = None) -> Any:
+        """What rank 0 passed. It is pickled on the way."""
+        box = [said]
+        if self.size > 1:
+            with _connected():
+                dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def same(self, mine: Any, advice: str) -> None:
+        """Raise an error with the advice unless all processes passed the same."""
+        if any(other != mine for other in self.everyone(mine)):
+            raise BilevelError(
+                f"{advice} Every process of torchrun runs the same script: seed all random numbers alike. Where each "
+                "process is meant to solve a problem of its own, write `with bilevel.distributed.alone():` around the "
+                "call."
+            )
+
+    def collect(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """`work` of every item, in their order, computed by all processes together.
+
+        Results are the same, bit for bit, for any number of processes. An error of one is raised on all of them.
+        """
+        if self.size == 1:
+            return [work(item) for item in items]
+        mine: list[Result] = []
+        error: BilevelError | None = None
+        numbers = self.share(range(len(items)))
+        with alone():
+            try:
+                for number in numbers:
+                    mine.append(work(items[number]))
+            except BilevelError as caught:
+                error = caught
+        failed = None if error is None else (numbers[len(mine)], _kind(error), str(error))
+        found = self.everyone((mine, failed))
+        failures = [where for _, where in found if where is not None]
+        if failures:
+            # The error that a single process would have met first.
+            number, kind, message = min(failures)
+            raise error if error is not None and number in numbers else KINDS[kind](message)
+        return [found[i % self.size][0][i // self.size] for i in range(len(items))]
+
+    def gather(self, mine: Iterable[Tensor], count: int, like: Tensor) -> Iterable[Tensor]:
+        """Items 0…count − 1 in order, of which `mine` are this process's share; all are shaped like `like`.
+
+        Their sum is then the same, bit for bit, for any number of processes. A sum of each process's sum would be
+        rounded differently, and Adam amplifies rounding differences where a gradient is nearly zero.
+        """
+        if self.size == 1:
+            return mine  # one at a time, to save memory
+        table = like.new_zeros((count, *like.shape))
+        with self.agreed():
+            for number, item in zip(self.share(range(count)), mine, strict=True):
+                table[number] = item
+        return self.sum(table)
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """An error inside the block on one process is raised on all of them, so that none waits forever."""
+        error: BilevelError | None = None
+        try:
+            yield
+        except BilevelError as caught:
+            error = caught
+        raised = torch.zeros(len(KINDS), dtype=torch.long)
+        if error is not None:
+            raised[_kind(error)] = 1
+        self.sum(raised)
+        if error is not None:
+            raise error
+        if raised.any():
+            kind = KINDS[int(raised.nonzero().max())]
+            raise kind("Another process of this run cannot go on. See the log of that process for the reason.")
+
+
+def _kind(error: BilevelError) -> int:
+    """The index of the most special of `KINDS` that the error is."""
+    return max(place for place, kind in enumerate(KINDS) if isinstance(error, kind))
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise BilevelError(ENDED) from error
+
+
+@contextmanager
+def alone() -> Iterator[World]:
+    """Within the block, this process works by itself, and `world()` gives this process only.
+
+    >>> with alone(), world() as everybody:
+    ...     everybody
+    World(rank=0, size=1)
+    """
+    before = _current.set(World())
+    try:
+        yield World()
+    finally:
+        _current.reset(before)
+
+
+@contextmanager
+def world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
+    """The processes that work together: those of an enclosing `world()` or `alone()`, those of a process group that the
+    script made, those that torchrun started, or this one alone."""
+    around = _current.get()
+    if around is None and dist.is_available() and dist.is_initialized():
+        around = World(dist.get_rank(), dist.get_world_size())
+    size = os.environ.get("WORLD_SIZE", "1")
+    if around is not None or size == "1":
+        yield around or World()
+        return
+    # torch.optim imports torch._dynamo when it is first used. If that happens while a process group exists, the threads
+    # of the group survive its destruction, and one that is still running when the interpreter ends aborts the process.
+    with suppress(ImportError):
+        importlib.import_module("torch._dynamo")
+    try:
+        store, rank, processes = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store over a restart, with the addresses of processes that have ended. A prefix for every
+        # start, and for every world of a process, keeps these addresses apart.
+        store = dist.PrefixStore(f"start {_restarts()}.{next(_worlds)}", store)  # type: ignore[attr-defined]
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=processes, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise BilevelError(f"The {size} processes of WORLD_SIZE could not connect to each other: {error}") from error
+    before = _current.set(World(rank, processes))
+    try:
+        yield World(rank, processes)
+    finally:
+        _current.reset(before)
+        dist.destroy_process_group()
+
+
+def writes() -> bool:
+    """Whether this is the one process that writes files and prints; for use before there is a `World`."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def launch() -> str | None:
+    """The call of torchrun that this process belongs to, the same before and after a restart; None without torchrun."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    # torchrun calls a run "none" when it was given no name. The parent process then identifies it.
+    return f"{socket.gethostname()} {os.getppid()}" if name == "none" else name
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after another one died."""
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    text = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if not text.isdecimal():
+        raise BilevelError(
+            f"TORCHELASTIC_RESTART_COUNT={text} is not a whole number. Unset it, or start with torchrun."
+        )
+    return int(text)

@@ -1,0 +1,1 @@
+"""How a method sees a problem: the process, its checks, and what the checks found."""

@@ -1,0 +1,304 @@
+"""An independent check of autograd: compare its derivatives with differences, once per problem and code path.
+
+Every hypergradient is made of second derivatives of the inner objective and first derivatives of the outer one. An
+operation may hide its second derivative (a custom `autograd.Function`, compiled code, `.detach()`), and torch then
+differentiates the rest without an error. A difference of two gradients is not affected.
+
+The check must not report a kink as an error. Derivatives are compared at a point that was moved at random, so that no
+kink lies exactly there, with central differences of decreasing width. Agreement at one width is enough. A problem is
+refused only if autograd disagrees at three points, and at each of them two differences agree with each other ten times
+better than with autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.dynamics import gradient
+from bilevel.engine.process import Process, State, graph_nodes
+from bilevel.errors import BilevelError
+from bilevel.trees import Tree
+
+# Moving a tensor by this relative size leaves points that are exactly on a kink or symmetric.
+NUDGE = 0.01
+# Up to this number of leaves, each leaf of λ is tested by itself; beyond it, all together.
+ONE_BY_ONE = 4
+# Below 10³ times the rounding error of the two numbers, their difference is not used.
+ROUNDING = 1e3
+# Errors that a user's function may raise at another point or in another precision.
+FAILURES = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError)
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How differences are computed: the dtype (None keeps the user's), the widths, and the tolerance."""
+
+    dtype: torch.dtype | None
+    widths: tuple[float, ...]
+    tolerance: float
+
+
+DOUBLE = Precision(torch.float64, (1e-4, 1e-6, 1e-8), 1e-4)
+# For functions that do not work in double precision.
+SINGLE = Precision(None, (1e-1, 3e-2, 1e-2), 5e-2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where derivatives are compared: values and directions for the leaves of w and the variables, and u, like w."""
+
+    tensors: Tensors
+    directions: Tensors
+    u: Tensors
+
+    def moved(self, group: range, step: float) -> Tensors:
+        return [x + step * self.directions[i] if i in group else x for i, x in enumerate(self.tensors)]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A derivative for which autograd and differences disagree."""
+
+    group: str
+    claimed: float
+    found: float
+
+
+class Objectives:
+    """∇_w L of the first step, and E, as functions of the leaves of w and the variables."""
+
+    def __init__(self, process: Process, w: Tree) -> None:
+        self.process, (leaves, self.spec) = process, trees.flatten(w)
+        self.count = len(leaves)
+
+    def loss(self, tensors: Tensors) -> Tensor:
+        bound = self.process.bind(tensors[self.count :])
+        batch = _cast(bound.batch(max(self.process.times.start, 1)), tensors[0].dtype)
+        with bound.around():
+            return bound.inner(self.spec.unflatten(tensors[: self.count]), bound.lam, batch)
+
+    def slope(self, tensors: Tensors) -> Tensors:
+        w, variables = tensors[: self.count], tensors[self.count :]
+        return gradient(lambda w: self.loss([*w, *variables]), w)
+
+    def value(self, tensors: Tensors) -> Tensors:
+        bound = self.process.bind(tensors[self.count :])
+        val = _cast(bound.task.val, tensors[0].dtype)
+        with bound.around():
+            return [self.process.problem.outer(self.spec.unflatten(tensors[: self.count]), bound.lam, val)]
+
+    def groups(self) -> dict[str, range]:
+        """What is moved together: w; the leaves of λ, one by one if they are few; the encoded data."""
+        lam, end = self.count + self.process.outer_count, self.count + len(self.process.variables)
+        groups = {"w": range(self.count)}
+        if self.process.outer_count <= ONE_BY_ONE:
+            paths = trees.paths(self.process.lam)
+            groups |= {f"λ{path}": range(self.count + i, self.count + i + 1) for i, path in enumerate(paths)}
+        else:
+            groups["λ"] = range(self.count, lam)
+        return groups | ({"the encoded data": range(lam, end)} if end > lam else {})
+
+
+def check_derivatives(process: Process, state: State, after: State, second: bool) -> None:
+    """Refuse a problem whose derivatives are not what autograd says.
+
+    It costs a recorded gradient of the inner objective, two gradients for w and for each of up to four leaves of λ, and
+    as many values of the outer objective. If a derivative disagrees, it costs up to nine times as much.
+
+    Args:
+        process: what will be differentiated.
+        state, after: its start, and the state after one step; derivatives are compared between the two.
+        second: whether the method differentiates gradients of the inner objective.
+    """
+    objectives = Objectives(process, state[0])
+    ends = trees.leaves(state[0]), trees.leaves(trees.detach(after[0]))
+    if second:
+        _check("inner", objectives, objectives.slope, objectives.loss, ends)
+    _check("outer", objectives, objectives.value, lambda tensors: objectives.value(tensors)[0], ends)
+
+
+def _check(
+    name: str,
+    objectives: Objectives,
+    function: Callable[[Tensors], Tensors],
+    scalar: Callable[[Tensors], Tensor],
+    ends: tuple[Tensors, Tensors],
+) -> None:
+    what, of, order = ("its gradient in w", "gradients", "second ") if name == "inner" else ("it", "values", "")
+    try:
+        evidence = _against(objectives, function, scalar, ends)
+    except Undefined as error:
+        raise BilevelError(
+            f"{name} has no {order}derivative, and hypergradients are made of them. torch says: "
+            f"{str(error).rstrip('.')}. Write that operation of {name} in terms of others"
+            f"{', or use FirstOrder(), which takes first derivatives only.' if order else '.'}"
+        ) from error
+    if evidence is not None:
+        raise BilevelError(
+            f"The derivatives of {name} are not what autograd says: the derivative of {what} with respect to "
+            f"{evidence.group}, along a random direction, is {evidence.claimed:.6g} by autograd and "
+            f"{evidence.found:.6g} by differences of {of}. Hypergradients would be wrong. Something in {name} hides a "
+            "derivative: a custom autograd.Function with once_differentiable or an incomplete backward; .detach(), "
+            ".data or torch.no_grad() around what depends on w or λ; rounding or a straight-through estimator. Write "
+            "it in differentiable operations. If you mean it, pass check_derivatives=False to Problem or tune."
+        )
+
+
+def _against(
+    objectives: Objectives,
+    function: Callable[[Tensors], Tensors],
+    scalar: Callable[[Tensors], Tensor],
+    ends: tuple[Tensors, Tensors],
+) -> Evidence | None:
+    """A derivative of `function`, which is computed from `scalar`, that differences contradict; or None."""
+    precision = _precision(scalar, [*ends[0], *objectives.process.variables])
+    if precision is None:
+        return None
+    suspects, evidence = objectives.groups(), None
+    for point in _points(objectives.process, ends, precision.dtype):
+        try:
+            claims, size = _claims(function, point)
+            found = {
+                name: _evidence(name, sum(claims[i] for i in group), size, function, point, group, precision)
+                for name, group in suspects.items()
+            }
+        except FAILURES:
+            return None
+        suspects = {name: group for name, group in suspects.items() if found[name] is not None}
+        if not suspects:
+            return None
+        evidence = next(item for item in found.values() if item is not None)
+    # Differences in single precision are so wide that they cross many kinks of a large network. So in single precision
+    # only custom Python functions can be refused.
+    return evidence if precision is DOUBLE or _has_python_node(scalar, objectives, ends[0]) else None
+
+
+def _evidence(
+    name: str,
+    claimed: float,
+    size: float,
+    function: Callable[[Tensors], Tensors],
+    point: Point,
+    group: range,
+    precision: Precision,
+) -> Evidence | None:
+    """Compare with central differences of falling width; None if one agrees, or if no two of them agree."""
+    before, clear = math.nan, None
+    rounding = ROUNDING * max(torch.finfo(x.dtype).eps for x in point.tensors) * size
+    for width in precision.widths:
+        with torch.no_grad():
+            above, below = (function(point.moved(group, step)) for step in (width, -width))
+        found = _weighted([a - b for a, b in zip(above, below, strict=True)], point) / (2 * width)
+        gap = abs(claimed - found)
+        if not gap > precision.tolerance * max(abs(claimed), abs(found)):
+            return None  # also if a number is not finite
+        if gap > rounding / width:
+            if abs(found - before) <= 0.1 * gap:
+                clear = Evidence(name, claimed, found)
+            before = found
+    return clear
+
+
+class Undefined(Exception):
+    """torch has no derivative of something."""
+
+
+def _claims(function: Callable[[Tensors], Tensors], point: Point) -> tuple[list[float], float]:
+    """The derivative of Σ ⟨u, outputs⟩ along the direction of each tensor according to autograd, and the size of the
+    sum's terms."""
+    live = [x.detach().requires_grad_() for x in point.tensors]
+    with torch.enable_grad():
+        outputs = function(live)
+    weights = _weights(outputs, point)
+    size = sum(float((u * out.detach()).abs().sum()) for u, out in zip(weights, outputs, strict=True))
+    pairs = [(out, u) for out, u in zip(outputs, weights, strict=True) if out.requires_grad]
+    if not pairs:
+        return [0.0] * len(live), size
+    heads, cotangents = zip(*pairs, strict=True)
+    try:
+        parts = torch.autograd.grad(heads, live, cotangents, allow_unused=True)
+    except RuntimeError as error:
+        raise Undefined(str(error)) from error
+    return [
+        0.0 if part is None else float((part * d).sum()) for part, d in zip(parts, point.directions, strict=True)
+    ], size
+
+
+def _weights(outputs: Tensors, point: Point) -> Tensors:
+    """u for a gradient; a value is its own sum."""
+    if len(outputs) == len(point.u) and all(out.shape == u.shape for out, u in zip(outputs, point.u, strict=True)):
+        return point.u
+    return [torch.ones_like(out) for out in outputs]
+
+
+def _weighted(outputs: Tensors, point: Point) -> float:
+    return sum(float((u * out).sum()) for u, out in zip(_weights(outputs, point), outputs, strict=True))
+
+
+def _points(process: Process, ends: tuple[Tensors, Tensors], dtype: torch.dtype | None) -> Iterator[Point]:
+    """Two points near the segment from w_0 to w_1, with random directions; then one on the segment, with w and λ
+    themselves as directions, which keep symmetric matrices symmetric."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    start, end, variables = ([x.detach().to(dtype or x.dtype) for x in part] for part in (*ends, process.variables))
+    moves = [b - a for a, b in zip(start, end, strict=True)]
+    if not trees.all_finite(moves):
+        moves = [torch.zeros_like(move) for move in moves]
+    for share, sign in ((0.25, 1.0), (0.75, -1.0), (0.5, 0.0)):
+        w = [a + share * move for a, move in zip(start, moves, strict=True)]
+        sizes = [max(_size(x), _size(move)) for x, move in zip(w, moves, strict=True)]
+        sizes = [size or max(sizes) or 1.0 for size in sizes] + [_size(x) or 1.0 for x in variables]
+        tensors, directions = [], []
+        for x, own, size in zip((*w, *variables), (*moves, *variables), sizes, strict=True):
+            if not sign and _size(own):
+                tensors.append(x + NUDGE * own)
+                directions.append(own)
+                continue
+            # Values are multiplied, so that positive numbers stay positive. Zeros become positive at one point and
+            # negative at the other.
+            up = (sign or 1.0) * NUDGE * size * noise(x).abs()
+            tensors.append(torch.where(x == 0, up, x * (1 + NUDGE * noise(x).clamp(-3, 3))))
+            directions.append(size * noise(x))
+        yield Point(tensors, directions, [size * noise(x) for size, x in zip(sizes, w, strict=False)])
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def _cast(batch: Tree, dtype: torch.dtype) -> Tree:
+    return trees.map(lambda leaf: leaf.to(dtype) if trees.is_variable(leaf) else leaf, batch)
+
+
+def _precision(scalar: Callable[[Tensors], Tensor], tensors: Tensors) -> Precision | None:
+    """Double precision if the function can be computed in it, whatever the precision of its arguments; None if
+    differences would be too inaccurate."""
+    live = [x.detach().double().requires_grad_() for x in tensors]
+    try:
+        with torch.enable_grad():
+            value = scalar(live)
+        # A cast inside the function, for example by autocast, rounds: the function is piecewise constant.
+        if value.dtype == torch.float64 and not any(node.name() == "ToCopyBackward0" for node in graph_nodes([value])):
+            return DOUBLE
+    except FAILURES:
+        pass
+    return SINGLE if {x.dtype for x in tensors} <= {torch.float32, torch.float64} else None
+
+
+def _has_python_node(scalar: Callable[[Tensors], Tensor], objectives: Objectives, w: Tensors) -> bool:
+    """Whether a custom `autograd.Function`, or compiled code, takes part."""
+    live = [x.detach().requires_grad_() for x in (*w, *objectives.process.variables)]
+    with torch.enable_grad():
+        nodes = graph_nodes([scalar(live)])
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)

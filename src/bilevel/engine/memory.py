@@ -1,0 +1,138 @@
+"""The memory of checks: what the checks of a problem found, so that the calls of a loop are checked once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bilevel.problem import Problem
+
+Value = TypeVar("Value")
+# The number of entries is bounded, because a loop may pass new samplers or shapes in every call.
+CAPACITY = 100
+
+
+class Recent(dict[Hashable, Value]):
+    """A dict that keeps the newest `CAPACITY` entries.
+
+    >>> recent = Recent()
+    >>> for number in range(1000):
+    ...     recent[number] = number
+    >>> len(recent), min(recent)
+    (100, 900)
+    """
+
+    def __setitem__(self, key: Hashable, value: Value) -> None:
+        super().__setitem__(key, value)
+        for oldest in list(self)[: max(len(self) - CAPACITY, 0)]:
+            self.pop(oldest, None)
+
+
+@dataclass
+class Findings:
+    """What the checks found about the calls of one kind.
+
+    Attributes:
+        graph_bytes: what the graph of one recorded step keeps in memory.
+        uses_inner: whether the steps call the inner objective.
+        of_method: what the method's own `prepare` returned.
+    """
+
+    graph_bytes: int = 0
+    uses_inner: bool = True
+    of_method: Any = None
+
+
+@dataclass
+class Memory:
+    """The checks that one problem has passed. A loop owns a memory, or uses the one that `memory_of` keeps.
+
+    Attributes:
+        findings: by the kind of the call: the method, the shapes, the code of the dynamics.
+        samplers: samplers that gave the same batch twice, as weak references by identity.
+        derivatives: kinds of calls whose derivatives agreed with differences.
+        replaces_operations: the problem uses operations that torch cannot differentiate twice.
+        runs_uncompiled: the problem's functions were compiled by `torch.compile`, and must run eagerly.
+        reason: why `"auto"` last chose its method.
+        related: memories of problems that are made from this one: with tensors of the task as part of λ, by their
+            places in the task; and with another outer objective.
+    """
+
+    findings: Recent[Findings] = field(default_factory=Recent)
+    samplers: Recent[weakref.ref[Any]] = field(default_factory=Recent)
+    derivatives: Recent[bool] = field(default_factory=Recent)
+    replaces_operations: bool = False
+    runs_uncompiled: bool = False
+    reason: str | None = None
+    related: Recent[Memory] = field(default_factory=Recent)
+
+
+_MEMORIES: dict[int, Memory] = {}
+
+
+# The memories of problems whose functions are all declared structures, by what they declare.
+_DECLARED: Recent[Memory] = Recent()
+
+
+def memory_of(problem: Problem) -> Memory:
+    """The memory of a problem, for callers that own none. It lives as long as the problem.
+
+    Problems whose objectives declare the same code share one: their functions differ in numbers only, on which no
+    check that is remembered depends.
+    """
+    declared = declared_code(problem.inner), declared_code(problem.outer), getattr(problem.init, "__code__", None)
+    if None not in declared and problem.encode is None:
+        if declared not in _DECLARED:
+            _DECLARED[declared] = Memory()
+        return _DECLARED[declared]
+    key = id(problem)
+    if key not in _MEMORIES:
+        _MEMORIES[key] = Memory()
+        weakref.finalize(problem, _MEMORIES.pop, key, None)
+    return _MEMORIES[key]
+
+
+def declared_code(function: Any) -> Hashable:
+    """The code that a structure of this package runs, without its numbers; None for any other function.
+
+    A structure declares it with a method `code`, which returns None if it holds a function of the user's.
+    """
+    declare = getattr(function, "code", None)
+    return declare() if declare is not None else None
+
+
+def kind_of(value: Any) -> Any:
+    """What the checks of a dynamics, task or tree depend on: shapes and code, not the numbers in tensors."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, (int, float, str, type, type(None))):
+        return value
+    if is_dataclass(value):
+        return type(value), tuple(kind_of(getattr(value, f.name)) for f in fields(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(kind_of(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((key, kind_of(item)) for key, item in value.items())
+    code = getattr(value, "__code__", None)
+    if code is None:
+        return type(value)
+    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if not _is_empty(cell)]
+    return code, tuple(_kind_in_closure(cell) for cell in cells), kind_of(getattr(value, "__defaults__", None))
+
+
+def _kind_in_closure(value: Any) -> Any:
+    """A plain value itself, and the type of anything else. References are not followed."""
+    if isinstance(value, Tensor):
+        return type(value), value.requires_grad
+    return value if isinstance(value, (int, float, str, type, type(None))) else type(value)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is None
+    except ValueError:
+        return True

@@ -1,0 +1,179 @@
+"""The derivatives of both objectives on given batches, for algorithms that move w, v and λ together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.engine.kernels import Kernel, compile_function, form_of
+from bilevel.engine.process import Process
+from bilevel.trees import Spec, Tree
+
+
+@dataclass(frozen=True)
+class Triple:
+    """A vector for each of w, v and λ: a point, or the directions in which the three move."""
+
+    w: Tensor
+    v: Tensor
+    lam: Tensor
+
+    def __add__(self, other: Triple) -> Triple:
+        return Triple(self.w + other.w, self.v + other.v, self.lam + other.lam)
+
+    def __sub__(self, other: Triple) -> Triple:
+        return Triple(self.w - other.w, self.v - other.v, self.lam - other.lam)
+
+    def moved(self, direction: Triple, inner: float, outer: float) -> Triple:
+        """w and v after a step of size `inner` against a direction, and λ after one of size `outer`."""
+        return Triple(
+            torch.sub(self.w, direction.w, alpha=inner),
+            torch.sub(self.v, direction.v, alpha=inner),
+            torch.sub(self.lam, direction.lam, alpha=outer),
+        )
+
+
+@dataclass(frozen=True)
+class FlatTree:
+    """How the leaves of a tree are laid out in one vector."""
+
+    like: list[Tensor]
+    spec: Spec
+    plain: bool
+
+    @classmethod
+    def of(cls, tree: Tree) -> FlatTree:
+        leaves, spec = trees.flatten(tree)
+        return cls([leaf.detach() for leaf in leaves], spec, isinstance(tree, Tensor) and tree.ndim == 1)
+
+    def vector(self, tree: Tree) -> Tensor:
+        return trees.to_vector([leaf.detach() for leaf in trees.leaves(tree)])
+
+    def tree(self, vector: Tensor) -> Tree:
+        if self.plain:
+            return vector
+        if len(self.like) == 1:
+            return self.spec.unflatten([vector.view(self.like[0].shape)])
+        parts = trees.from_vector(vector, self.like)
+        return self.spec.unflatten(part.to(leaf.dtype) for part, leaf in zip(parts, self.like, strict=True))
+
+
+@dataclass
+class Derivatives:
+    """∇L, products with ∇²_w L and ∇²_{λw} L, and ∇E, each on a batch; w, v and λ are vectors.
+
+    v stands for −(∇²_w L)⁻¹ ∇_w E, so that ∇_λ E + ∇²_{λw} L v is the hypergradient at the inner minimiser.
+
+    Args:
+        process: an example of the problem, which has passed the checks.
+        compiled: compile each function for each shape of a batch, when it is first called.
+    """
+
+    process: Process
+    compiled: bool = False
+    kernels: dict[Any, Kernel] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.bound = self.process.bound
+        with torch.no_grad():
+            self.w = FlatTree.of(self.bound.start()[0])
+        self.lam = FlatTree.of(self.process.lam)
+
+    def gradient(self, w: Tensor, lam: Tensor, batch: Tree) -> Tensor:
+        """∇_w L."""
+        return self._call(self._gradient, [w, lam], batch)[0]
+
+    def products(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        """∇_w L, ∇²_w L v and ∇²_{λw} L v."""
+        return self._call(self._products, [w, lam, v], batch)
+
+    def hessian(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> Tensor:
+        """∇²_w L v."""
+        return self._call(self._hessian, [w, lam, v], batch)[0]
+
+    def cross(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> Tensor:
+        """∇²_{λw} L v."""
+        return self._call(self._cross, [w, lam, v], batch)[0]
+
+    def outer(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
+        """E, ∇_w E and ∇_λ E."""
+        return self._call(self._outer, [w, lam], batch)
+
+    def directions(self, at: Triple, train: Tree, val: Tree) -> tuple[Tensor, Triple]:
+        """E, and (∇_w L, ∇²_w L v + ∇_w E, ∇²_{λw} L v + ∇_λ E), which vanish together where λ is stationary."""
+        value, w, v, lam = self._call(self._directions, [at.w, at.lam, at.v], (train, val))
+        return value, Triple(w, v, lam)
+
+    def _gradient(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
+        w = _live(w)
+        return _grad(self._inner(w, lam, batch), [w])
+
+    def _products(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        w, lam = _live(w), _live(lam)
+        slope = self._slope(w, lam, batch)
+        return [slope.detach(), *_grad(slope, [w, lam], v)]
+
+    def _hessian(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        w = _live(w)
+        return _grad(self._slope(w, lam, batch), [w], v)
+
+    def _cross(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        w, lam = _live(w), _live(lam)
+        return _grad(self._slope(w, lam, batch), [lam], v)
+
+    def _outer(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
+        w, lam = _live(w), _live(lam)
+        with torch.enable_grad(), self.bound.around():
+            value = self.process.problem.outer(self.w.tree(w), self.lam.tree(lam), batch)
+        return [value.detach(), *_grad(value, [w, lam])]
+
+    def _directions(self, w: Tensor, lam: Tensor, v: Tensor, batches: tuple[Tree, Tree]) -> list[Tensor]:
+        train, val = batches
+        slope, hessian, cross = self._products(w, lam, v, train)
+        value, outer_w, outer_lam = self._outer(w, lam, val)
+        return [value, slope, hessian + outer_w, cross + outer_lam]
+
+    def _inner(self, w: Tensor, lam: Tensor, batch: Tree) -> Tensor:
+        with torch.enable_grad(), self.bound.around():
+            return self.bound.inner(self.w.tree(w), self.lam.tree(lam), batch)
+
+    def _slope(self, w: Tensor, lam: Tensor, batch: Tree) -> Tensor:
+        value = self._inner(w, lam, batch)
+        (slope,) = torch.autograd.grad(value, [w], create_graph=True)
+        return slope
+
+    def _call(self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], batch: Tree) -> list[Tensor]:
+        if not self.compiled:
+            return function(*vectors, batch)
+        leaves, spec = trees.flatten(batch)
+        data = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        key = function.__name__, spec, rest, *map(form_of, data)
+        if key not in self.kernels:
+            count = len(vectors)
+
+            def flat(*tensors: Tensor) -> list[Tensor]:
+                given = iter(tensors[count:])
+                filled = spec.unflatten(next(given) if constant is None else constant for constant in rest)
+                # A function compiled from its graph must return new tensors, never its inputs.
+                return [part.clone() for part in function(*tensors[:count], filled)]
+
+            self.kernels[key] = compile_function(flat, [*vectors, *data])
+        return self.kernels[key](*vectors, *data)
+
+
+def _live(vector: Tensor) -> Tensor:
+    return vector.detach().requires_grad_()
+
+
+def _grad(output: Tensor, inputs: list[Tensor], cotangent: Tensor | None = None) -> list[Tensor]:
+    """Gradients, or zeros where the output does not depend on an input."""
+    if not output.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    parts = torch.autograd.grad(output, inputs, cotangent, allow_unused=True)
+    return [torch.zeros_like(x) if part is None else part for part, x in zip(parts, inputs, strict=True)]

@@ -1,0 +1,319 @@
+"""What the additive regressor and classifier share: from a table to terms, penalties and coefficients."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
+
+from bilevel.errors import BilevelError
+from bilevel.estimators.additive.columns import as_categories, read_columns
+from bilevel.estimators.additive.design import Design, Piece, candidates
+from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
+from bilevel.estimators.additive.reduction import Reduction
+from bilevel.estimators.additive.terms import NumericTerm
+from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped, tune
+from bilevel.estimators.folds import Array
+from bilevel.methods.linear_models.newton_linear import PenalisedRows
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import RowLoss
+
+# Terms whose pairs are tried; the criterion must fall by this factor for pairs to be kept.
+CANDIDATES, WORTH = 12, 0.995
+# Coefficients of all outputs up to which pairs are tried, and rows × coefficients² up to which all rows tune.
+PAIRED, TUNED_ON = 700, 3e8
+
+ARGUMENTS = """Args:
+        pairs: "auto" for all pairs of the most important columns, kept if they lower the criterion; 0 for none; or a
+            list of pairs of column names or positions.
+        categorical: "auto" for columns of text, categories or truth values; or names or positions of further columns.
+        monotone: a dict from columns to 1 or -1, for effects that may only rise or only fall. These columns are in no
+            pair, and the penalties are those of the model without the constraint.
+        tether: how strongly penalties of one kind (slopes, curves, categories, …) are held together, in units of a
+            prior density 1/cosh of each log penalty. 0 lets them go, inf gives each kind one penalty.
+        max_iter: the most iterations of L-BFGS over the penalties.
+        tol: stop when an iteration improves the criterion by less than this, relatively.
+        random_state: of the choice of rows that tune penalties, where all of them would take long.
+"""
+
+ATTRIBUTES = """Attributes:
+        terms_: the name of every term, such as "age" and "age × income".
+        penalties_: for every term, the penalty of each of its parts: "linear" (shrinkage of the slope), "curve"
+            (roughness), "category", "missing", "product" and "surface" (of a pair).
+        importance_: the standard deviation of every term's effect over the training rows.
+        intercept_: the prediction where all effects are zero.
+        criterion_: the leave-one-out loss of the tuned model, per row.
+        history_: arrays "value" and "gradient_norm", one entry per evaluation of the criterion with its hypergradient.
+        method_: how hypergradients were computed.
+        outcome_: a sentence that says how the search ended.
+"""
+
+
+class BilevelAdditive(BaseEstimator):
+    """An additive model whose penalties are tuned by hypergradients of its leave-one-out loss."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for place, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
+            cls.__doc__ = (cls.__doc__ or "").replace(place, text.strip())
+
+    def __init__(
+        self,
+        *,
+        pairs: Any = "auto",
+        categorical: Any = "auto",
+        monotone: Any = None,
+        tether: float = 3.0,
+        max_iter: int = 30,
+        tol: float = 1e-5,
+        random_state: Any = 0,
+    ) -> None:
+        self.pairs = pairs
+        self.categorical = categorical
+        self.monotone = monotone
+        self.tether = tether
+        self.max_iter = max_iter
+        self.tol = tol
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = tags.input_tags.categorical = tags.input_tags.string = True
+        return tags
+
+    def _target(self, y: Any, columns: list[Array]) -> Array:
+        if y is None:
+            raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None.")
+        y = _check_y(y, estimator=self)
+        check_consistent_length(columns[0], y)
+        return y
+
+    def _weights(self, sample_weight: Any, columns: list[Array]) -> Array:
+        weight = _check_sample_weight(sample_weight, columns[0], dtype=np.float64, ensure_non_negative=True)
+        if not weight.sum() > 0:
+            raise BilevelError("All sample weights are zero, so there is nothing to fit; pass a positive one.")
+        return weight
+
+    def _tune(self, names: list[str], columns: list[Array], outputs: Array, weight: Array, loss: RowLoss) -> None:
+        """Choose terms and penalties, and fit the coefficients to all rows.
+
+        Args:
+            outputs: the targets, of shape rows × outputs; about their means for squared errors.
+        """
+        self._check_settings()
+        used = weight > 0
+        columns, outputs, weight = [column[used] for column in columns], outputs[used], weight[used]
+        some = self._rows_that_tune(len(weight))
+        rows = np.arange(len(weight)) if some is None else some
+        self._names = names
+        self._signs = signs(self.monotone, self._position)
+        design = Design(columns, weight, _relevance(columns, outputs, weight))
+        blocks = design.blocks(columns)
+        history: list[tuple[float, float]] = []
+        args = (float(self.tether), int(self.max_iter), float(self.tol))
+
+        def tuned_on(X: Array, known: dict[str, float] | None) -> tuple[TunedPenalties, dict[str, float], Reduction]:
+            reduction = Reduction(X, design.pieces(), weight)
+            here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, history)
+            found, levels = tune(here, reduction.pieces, *args, known)
+            return found, levels, reduction
+
+        X = design.matrix(columns, blocks)
+        if X.shape[1] == 0:
+            raise BilevelError("No column varies, so there is nothing to fit; pass columns with two or more values.")
+        tuned, levels, reduction = tuned_on(X, None)
+        importance = self._importance(design, X, reduction.expand(tuned.w, X.shape[1]), weight)
+        chosen = self._chosen_pairs(design, importance[: len(design.terms)], outputs.shape[1])
+        if chosen:
+            design.add_pairs(chosen, blocks, weight)
+            paired = design.matrix(columns, blocks)
+            more = tuned_on(paired, levels)
+            if self.pairs != "auto" or more[0].value < WORTH * tuned.value:
+                X, (tuned, _, reduction) = paired, more
+            else:
+                design.pairs = []
+        self._design, self._pieces = design, design.pieces()
+        whole = LeftOut(reduction.features(X), outputs, weight, loss)
+        own, _, kinds, _ = grouped(reduction.pieces)
+        if some is not None:
+            tuned = whole.evaluate(whole.problem(own, kinds), tuned.lam)
+        self.criterion_, self.outcome_ = tuned.value, tuned.outcome
+        table = np.array(history).reshape(-1, 2)
+        self.history_ = {"value": table[:, 0], "gradient_norm": table[:, 1]}
+        self.n_iter_ = len(table)
+        self.method_ = f"{type(whole.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
+        if self._signs:
+            tuned.w = self._constrained(whole, tuned, reduction, whole.problem(own, kinds))
+        self._seen = [column if column.dtype == np.float64 else None for column in columns]
+        self._finish(whole, tuned, reduction, X, own)
+
+    def _constrained(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
+        """The coefficients with the effects that are asked for monotone."""
+        if whole.outputs.shape[1] > 1:
+            raise BilevelError(
+                "monotone= needs a number or two classes as the target: of several classes' effects, not all can rise."
+            )
+        grids: list[list[Array]] = [[], []]
+        for index, sign in self._signs.items():
+            term = self._design.terms[index]
+            if not isinstance(term, NumericTerm):
+                raise BilevelError(
+                    f"Column {self._names[index]!r} holds categories, which have no order; leave it out of monotone=."
+                )
+            if term.varies:
+                rows = reduction.rows(places(self._pieces)[index])
+                for grid, points in zip(grids, (POINTS, FINE), strict=True):
+                    grid.append(increments(term, sign, points) @ rows)
+        if not grids[0]:
+            return tuned.w
+        model = LinearModels(whole.loss, problem.inner.penalty, not whole.squares)
+        batch = tuple(torch.from_numpy(part) for part in (whole.X, whole.outputs.T.copy(), whole.weight[None]))
+        spare = np.zeros((1, int(not whole.squares)))
+        coarse, fine = (np.vstack([np.hstack([part, spare.repeat(len(part), 0)]) for part in grid]) for grid in grids)
+        w = constrained(PenalisedRows(model, batch, tuned.lam), tuned.w[0].numpy(), coarse, fine)  # type: ignore[arg-type]
+        for index, sign in self._signs.items():
+            lift(w, self._design.terms[index], sign, reduction, places(self._pieces).get(index))
+        return torch.from_numpy(w)[None]
+
+    def _finish(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
+        """Coefficients, penalties and what intervals need."""
+        size = X.shape[1]
+        self._coef = reduction.expand(tuned.w, size)
+        self._reduction = reduction
+        self.intercept_ = np.zeros(len(self._coef)) if whole.squares else tuned.w[:, -1].numpy().copy()
+        alpha = 0.01 * whole.total * np.exp(tuned.lam.numpy())
+        labels = [*self._names, *(f"{self._names[p.first]} × {self._names[p.second]}" for p in self._design.pairs)]
+        self.terms_ = labels
+        self.penalties_: dict[str, dict[str, float]] = {label: {} for label in labels}
+        for piece in self._pieces:
+            self.penalties_[labels[piece.term]][piece.kind] = float(alpha[piece.penalty])
+        spread = self._importance(self._design, X, self._coef, whole.weight)
+        self.importance_ = dict(zip(labels, spread.tolist(), strict=True))
+        self._keep_covariance(whole, tuned, reduction, alpha[own])
+
+    def _keep_covariance(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+        raise NotImplementedError
+
+    def _importance(self, design: Design, X: Array, coef: Array, weight: Array) -> Array:
+        """The deviation of every term's effect, the largest over outputs."""
+        share = weight / weight.sum()
+        found = np.zeros(len(design.terms) + len(design.pairs))
+        for index, where in places(design.pieces()).items():
+            effect = X[:, where] @ coef[:, where].T
+            effect = effect - share @ effect
+            found[index] = np.sqrt(share @ effect**2).max()
+        return found
+
+    def _chosen_pairs(self, design: Design, importance: Array, outputs: int) -> list[tuple[int, int]]:
+        if isinstance(self.pairs, str):
+            most = CANDIDATES
+            while most > 1 and outputs * (len(design.pieces()) + 4 * most * (most - 1) // 2) > PAIRED:
+                most -= 1
+            return candidates(design, importance, most, set(self._signs))
+        if isinstance(self.pairs, (int, np.integer)):
+            return []
+        chosen = [(self._position(one), self._position(two)) for one, two in self.pairs]
+        held = [self._names[k] for pair in chosen for k in pair if k in self._signs]
+        if held:
+            raise BilevelError(f"Column {held[0]!r} is in monotone= and in pairs=; leave it out of one of them.")
+        return chosen
+
+    def _position(self, key: Any) -> int:
+        if isinstance(key, (int, np.integer)) and 0 <= key < len(self._names):
+            return int(key)
+        if str(key) in self._names:
+            return self._names.index(str(key))
+        raise BilevelError(f"{key!r} is no column; the columns are {', '.join(self._names[:20])}.")
+
+    def _rows_that_tune(self, count: int) -> Array | None:
+        most = max(2000, int(TUNED_ON / 300**2 / 2))
+        if count <= most:
+            return None
+        return np.sort(check_random_state(self.random_state).permutation(count)[:most])
+
+    def _check_settings(self) -> None:
+        if not isinstance(self.tether, Real) or not float(self.tether) >= 0:
+            raise BilevelError(f"tether={self.tether!r} is not a strength; pass a number ≥ 0 (inf for one per kind).")
+        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
+            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations; pass an int ≥ 1.")
+        if not isinstance(self.tol, Real) or not self.tol >= 0:
+            raise BilevelError(f"tol={self.tol!r} is not a tolerance; pass a number ≥ 0.")
+        auto = isinstance(self.pairs, str) and self.pairs == "auto"
+        none = isinstance(self.pairs, (int, np.integer)) and self.pairs == 0
+        listed = isinstance(self.pairs, (list, tuple)) and all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in self.pairs
+        )
+        if not auto and not none and not listed:
+            raise BilevelError(f"pairs={self.pairs!r} is not known; pass 'auto', 0, or a list of pairs of columns.")
+
+    def _check_fitted(self) -> None:
+        check_is_fitted(self)
+
+    def _features(self, X: Any) -> Array:
+        """The features of new rows, about the means of the training rows."""
+        self._check_fitted()
+        names, columns = read_columns(self, X, self.categorical, reset=False)
+        for j, (column, term) in enumerate(zip(columns, self._design.terms, strict=True)):
+            wanted = hasattr(term, "centre")
+            if wanted != (column.dtype == np.float64):
+                columns[j] = _converted(column, wanted, names[j])
+        return self._design.matrix(columns) - self._reduction.mean
+
+    def _scores(self, X: Any) -> Array:
+        return self._features(X) @ self._coef.T + self.intercept_
+
+    def _contributions(self, X: Any) -> Array:
+        """The effect of every term on every row and output, of shape rows × terms × outputs."""
+        features = self._features(X)
+        found = np.zeros((len(features), len(self.terms_), len(self._coef)))
+        for index, where in places(self._pieces).items():
+            found[:, index] = features[:, where] @ self._coef[:, where].T
+        return found
+
+
+def places(pieces: list[Piece]) -> dict[int, slice]:
+    """Where the features of every term are."""
+    found: dict[int, slice] = {}
+    for piece in pieces:
+        begin = found[piece.term].start if piece.term in found else piece.where.start
+        found[piece.term] = slice(begin, piece.where.stop)
+    return found
+
+
+def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
+    """The largest squared correlation of a column, or of its square, with an output."""
+    share = weight / weight.sum()
+    y = outputs - share @ outputs
+    y = y / np.sqrt(np.maximum(share @ y**2, 1e-300))
+    found = np.zeros(len(columns))
+    for j, column in enumerate(columns):
+        if column.dtype == np.float64:
+            x = np.where(np.isnan(column), np.nanmean(column) if not np.isnan(column).all() else 0.0, column)
+            x = x - share @ x
+            x = x / math.sqrt(max(float(share @ x**2), 1e-300))
+            square = x**2 - 1
+            square = square / math.sqrt(max(float(share @ square**2), 1e-300))
+            found[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
+    return found
+
+
+def _converted(column: Array, numbers: bool, name: str) -> Array:
+    """A column of new rows as the training rows had it: numbers, or categories."""
+    if not numbers:
+        return as_categories(column)
+    try:
+        return np.array([np.nan if value is None else float(value) for value in column], dtype=np.float64)
+    except ValueError as error:
+        raise BilevelError(f"Column {name!r} held numbers when the model was fitted, and holds text now.") from error
+
+
+def inverse_hessian(X: Array, weight: Array, alpha: Array) -> Array:
+    """(XᵀSX + diag(α))⁻¹."""
+    matrix = torch.from_numpy(X.T @ (weight[:, None] * X) + np.diag(alpha))
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix)).numpy()

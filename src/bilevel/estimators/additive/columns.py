@@ -1,0 +1,103 @@
+"""The columns of a table as arrays: numbers with NaN, or categories as text with None, where a value is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.utils import check_array
+from sklearn.utils.validation import validate_data
+
+from bilevel.errors import BilevelError
+from bilevel.estimators.folds import Array
+
+
+def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tuple[list[str], list[Array]]:
+    """The names of the columns and their values: float64 for numbers, object for categories.
+
+    Args:
+        estimator: remembers the names and the number of the columns, or compares them, as scikit-learn's do.
+        categorical: "auto" for the columns that hold text, categories or truth values; or names or positions of
+            further columns that hold categories.
+        reset: whether this is the table to fit.
+    """
+    if hasattr(X, "columns") and hasattr(X, "iloc"):
+        validate_data(estimator, X, reset=reset, skip_check_array=True)
+        check_array(np.zeros(X.shape), ensure_min_samples=2 if reset else 1)
+        names = [str(name) for name in X.columns]
+        columns = [X.iloc[:, j] for j in range(X.shape[1])]
+        arrays = [_of_series(column) for column in columns]
+    else:
+        values = validate_data(
+            estimator, X, dtype=None, ensure_all_finite="allow-nan", ensure_min_samples=2 if reset else 1, reset=reset
+        )
+        names = [f"x{j}" for j in range(values.shape[1])]
+        arrays = [_of_array(values[:, j]) for j in range(values.shape[1])]
+    for j in _positions(categorical, names):
+        arrays[j] = as_categories(arrays[j])
+    numeric = [array for array in arrays if array.dtype == np.float64]
+    if numeric:
+        # Refuses infinite numbers in scikit-learn's own words.
+        check_array(np.column_stack(numeric), ensure_all_finite="allow-nan", estimator=type(estimator).__name__)
+    return names, arrays
+
+
+def _of_series(column: Any) -> Array:
+    """A DataFrame's column."""
+    kind = getattr(column.dtype, "kind", "O")
+    if kind == "c":
+        raise ValueError("Complex data not supported")
+    if kind in "iuf":
+        return np.asarray(column.to_numpy(dtype=np.float64, na_value=np.nan))
+    if kind in "mM":
+        raise BilevelError(
+            f"Column {column.name!r} holds dates; pass numbers made from them, such as the year or days since a date."
+        )
+    return _of_array(np.array([None if _is_missing(value) else value for value in column], dtype=object))
+
+
+def _of_array(values: Array) -> Array:
+    """A column of an array: numbers where all that is there can be read as numbers, categories otherwise."""
+    if values.dtype.kind == "b":
+        return as_categories(values.astype(object))
+    if values.dtype.kind in "OUS":
+        present = [value for value in values if not _is_missing(value)]
+        if not all(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in present):
+            return as_categories(values.astype(object))
+        values = np.array([np.nan if _is_missing(value) else value for value in values])
+    return np.array(values, dtype=np.float64)
+
+
+def as_categories(values: Array) -> Array:
+    """Categories as text; whole numbers without a decimal point, so that 1 and 1.0 are one category."""
+    return np.array([None if _is_missing(value) else _text(value) for value in values], dtype=object)
+
+
+def _text(value: Any) -> str:
+    whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)
+
+
+def _is_missing(value: Any) -> bool:
+    if value is None:
+        return True
+    if isinstance(value, (float, np.floating)):
+        return bool(np.isnan(value))
+    return type(value).__name__ in ("NAType", "NaTType")
+
+
+def _positions(categorical: Any, names: list[str]) -> list[int]:
+    """The positions of the columns that `categorical` lists."""
+    if isinstance(categorical, str) and categorical == "auto":
+        return []
+    found = []
+    for key in np.atleast_1d(np.asarray(categorical, dtype=object)):
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < len(names):
+            found.append(int(key))
+        elif str(key) in names:
+            found.append(names.index(str(key)))
+        else:
+            raise BilevelError(
+                f"categorical lists {key!r}, which is no column; the columns are {', '.join(names[:20])}."
+            )
+    return found

@@ -1,0 +1,84 @@
+"""Pictures of the effects of an additive model."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bilevel.estimators.additive.effects import AdditiveEffects, Effect, is_pair
+from bilevel.estimators.additive.terms import CategoryTerm
+from bilevel.plotting import BLUE, GREY, new_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure | None = None) -> Figure:
+    """One panel for each term: a curve with its band and the training values, categories, or a pair's surface."""
+    across = min(4, max(len(terms), 1))
+    down = max(1, math.ceil(len(terms) / across))
+    with style():
+        figure = new_figure(3.1 * across, 2.7 * down) if figure is None else figure
+        for place, index in enumerate(terms):
+            axes = figure.add_subplot(down, across, place + 1)
+            effect = model.effect(index, output=output)
+            if is_pair(model, index) is not None:
+                _surface(axes, figure, model, index, effect)
+            elif isinstance(model._design.terms[index], CategoryTerm):
+                _categories(axes, effect)
+            else:
+                _curve(axes, model, index, effect, output)
+            axes.set_title(effect.term, fontsize=10)
+            axes.tick_params(labelsize=8)
+        return figure
+
+
+def _curve(axes: Axes, model: AdditiveEffects, index: int, effect: Effect, output: int) -> None:
+    """The points are the effect plus what the model leaves of the target, for training rows."""
+    values, left = model._seen[index], model._left[:, output]
+    if values is not None:
+        known = ~np.isnan(values)
+        mean = np.interp(values[known], effect.grid, effect.mean)
+        if model._points_are_residuals:
+            axes.plot(values[known], mean + left[known], ".", color=GREY, markersize=2.5, alpha=0.35)
+        axes.plot(values[known], np.full(int(known.sum()), 0.0), "|", color=GREY, alpha=0.25, markersize=5,
+                  transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip
+    axes.fill_between(effect.grid, *effect.band(), color=BLUE, alpha=0.25, linewidth=0)
+    axes.plot(effect.grid, effect.mean, color=BLUE)
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    if effect.missing is not None:
+        mean_missing, deviation = effect.missing
+        at = effect.grid[-1] + 0.08 * (effect.grid[-1] - effect.grid[0])
+        axes.errorbar([at], [mean_missing], [1.96 * deviation], fmt="s", color=BLUE, markersize=4)
+        axes.annotate("missing", (at, mean_missing), fontsize=7, ha="right", va="bottom", xytext=(-4, 3),
+                      textcoords="offset points")  # fmt: skip
+
+
+def _categories(axes: Axes, effect: Effect) -> None:
+    places = np.arange(len(effect.grid))
+    axes.errorbar(effect.mean, places, xerr=1.96 * effect.deviation, fmt="o", color=BLUE, markersize=5)
+    axes.axvline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks(places, [str(name)[:18] for name in effect.grid])
+    axes.set_ylim(-0.6, len(places) - 0.4)
+
+
+def _surface(axes: Axes, figure: Figure, model: AdditiveEffects, index: int, effect: Effect) -> None:
+    pair = is_pair(model, index)
+    assert pair is not None
+    top = float(np.abs(effect.mean).max()) or 1.0
+    grids, labels = [], []
+    for grid in effect.grid:
+        text = grid.dtype == object
+        grids.append(np.arange(len(grid)) if text else grid)
+        labels.append([str(name)[:12] for name in grid] if text else None)
+    shade: Any = axes.pcolormesh(*grids, effect.mean.T, cmap="RdBu_r", vmin=-top, vmax=top, shading="nearest")
+    axes.grid(False)
+    for axis, label in zip((axes.xaxis, axes.yaxis), labels, strict=True):
+        if label is not None:
+            axis.set_ticks(np.arange(len(label)), label)
+    axes.set_xlabel(model.terms_[pair.first], fontsize=8)
+    axes.set_ylabel(model.terms_[pair.second], fontsize=8)
+    figure.colorbar(shade, ax=axes).ax.tick_params(labelsize=7)

@@ -1,0 +1,181 @@
+"""The terms of an additive model: each maps a column, or two, to centred features in parts with a penalty each.
+
+Every part has a mean square of 1 on the training rows, summed over its features. So equal penalties of two parts mean
+equal prior variances of their effects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from sklearn.preprocessing import SplineTransformer
+
+from bilevel.estimators.folds import Array
+
+Kind = Literal["linear", "curve", "category", "missing", "product", "surface"]
+
+# Knots of a curve, at quantiles, and the most features that it keeps: those with the least roughness.
+KNOTS, RANK = 10, 6
+# Differences of neighbouring coefficients count this much beside second differences, so that no curve is free.
+SLOPE = 0.03
+
+
+@dataclass(frozen=True)
+class Part:
+    """Features of a term that share one penalty."""
+
+    kind: Kind
+    size: int
+
+
+class NumericTerm:
+    """f(x) = β z + Σ_k u_k c_k(z), with z the standardised column, for a column of numbers.
+
+    The c_k are cubic splines without their mean and slope, in Demmler–Reinsch form: orthogonal on the training rows, in
+    ascending order of roughness, and scaled so that Σ u_k² is the roughness, the squared second differences of the
+    spline's coefficients. A ridge penalty on u is thus a roughness penalty, and one on β a shrinkage penalty. Outside
+    the range of the training rows f is linear. A missing value has an effect of its own.
+
+    Args:
+        x: the column, NaN where a value is missing.
+        weight: the weight of every row.
+        curved: whether the term has a curve beside the slope.
+    """
+
+    def __init__(self, x: Array, weight: Array, curved: bool = True) -> None:
+        present = ~np.isnan(x) & (weight > 0)
+        v, s = x[present], weight[present] / max(weight[present].sum(), 1e-300)
+        self.gap = float(1 - weight[present].sum() / weight.sum())
+        self.centre = float(s @ v) if len(v) else 0.0
+        self.unit = float(np.sqrt(s @ (v - self.centre) ** 2)) if len(v) else 0.0
+        self.range = (float(v.min()), float(v.max())) if len(v) else (0.0, 0.0)
+        self.spline: SplineTransformer | None = None
+        self.parts: list[Part] = []
+        # What is left of a constant's deviation is rounding.
+        self.varies = self.unit > 1e-10 * max(abs(self.centre), 1e-300)
+        if self.varies:
+            self.parts.append(Part("linear", 1))
+            distinct = np.unique(v)
+            if curved and len(distinct) >= 4:
+                self._add_curve(v, s, distinct)
+        if 1e-12 < self.gap < 1:
+            self.parts.append(Part("missing", 1))
+
+    def _add_curve(self, v: Array, s: Array, distinct: Array) -> None:
+        count = min(KNOTS, len(distinct))
+        knots = np.unique(np.quantile(v, np.linspace(0, 1, count)))
+        if len(knots) < 4:
+            # Most rows have one value: quantiles of the different values are more.
+            knots = np.unique(np.quantile(distinct, np.linspace(0, 1, count)))
+        # In units of the deviation, where values are neither huge nor tiny.
+        z, knots = (v - self.centre) / self.unit, (knots - self.centre) / self.unit
+        spline = SplineTransformer(degree=3, knots=knots[:, None], extrapolation="linear").fit(z[:, None])
+        B = spline.transform(z[:, None])
+        mean = s @ B
+        slope = (s * z) @ (B - mean)
+        B = B - mean - np.outer(z, slope)
+        first = np.diff(np.eye(B.shape[1]), axis=0)
+        second = np.diff(first, axis=0)
+        roughness, directions = np.linalg.eigh(second.T @ second + SLOPE * first.T @ first)
+        # The first direction, a constant, is in no centred function.
+        basis = directions[:, 1:] / np.sqrt(roughness[1:])
+        features = B @ basis
+        variance, rotation = np.linalg.eigh(features.T @ (s[:, None] * features))
+        variance, rotation = variance[::-1], rotation[:, ::-1]
+        total = variance.sum()
+        kept = int((variance[:RANK] > 2e-3 * total).sum())
+        if not total > 1e-10:
+            return
+        self.spline, self.mean, self.slope = spline, mean, slope
+        self.basis = basis @ rotation[:, :kept] / np.sqrt(total)
+        self.parts.append(Part("curve", kept))
+
+    def features(self, x: Array) -> list[Array]:
+        """The features of every part, for new values of the column."""
+        missing = np.isnan(x)
+        found = []
+        if self.varies:
+            z = np.where(missing, 0.0, (np.where(missing, self.centre, x) - self.centre) / self.unit)
+            found.append(z[:, None])
+            if self.spline is not None:
+                # Far outside the range the transformer's sums of large numbers would lose digits.
+                B = self.spline.transform(z[:, None]) - self.mean - np.outer(z, self.slope)
+                found.append(np.where(missing[:, None], 0.0, B @ self.basis))
+        if self.parts and self.parts[-1].kind == "missing":
+            found.append(((missing - self.gap) / np.sqrt(self.gap * (1 - self.gap)))[:, None])
+        return found
+
+
+class CategoryTerm:
+    """f(x) = u_k for category k, with a ridge penalty on u. A missing value is a category; an unknown one has f = 0."""
+
+    def __init__(self, x: Array, weight: Array) -> None:
+        text = _filled(x)
+        self.levels = np.unique(text[weight > 0])
+        chosen = text[:, None] == self.levels
+        self.share = weight @ chosen / weight.sum()
+        self.unit = float(np.sqrt(max(1 - (self.share**2).sum(), 0.0)))
+        # Two categories differ by one number.
+        self.two = len(self.levels) == 2
+        self.parts = [Part("category", 1 if self.two else len(self.levels))] if len(self.levels) > 1 else []
+
+    def features(self, x: Array) -> list[Array]:
+        if not self.parts:
+            return []
+        chosen = (_filled(x)[:, None] == self.levels).astype(float)
+        known = chosen.sum(1, keepdims=True) > 0
+        found = np.where(known, (chosen - self.share) / self.unit, 0.0)
+        return [found[:, 1:] * np.sqrt(2)] if self.two else [found]
+
+
+class PairTerm:
+    """f(x, z): products of the first features of two terms, without what the two terms can express alone.
+
+    The product of the two slopes has a penalty of its own beside that of the other products.
+
+    Args:
+        first: the position of the first term, and
+        second: that of the second.
+        terms: all terms of single columns, and
+        blocks: their features on the training rows.
+    """
+
+    def __init__(
+        self, first: int, second: int, terms: list[NumericTerm | CategoryTerm], blocks: list[list[Array]], weight: Array
+    ) -> None:
+        self.first, self.second = first, second
+        # The slope and the smoothest curve of a column of numbers, or all categories.
+        self.curved = [any(part.kind == "curve" for part in terms[k].parts) for k in (first, second)]
+        products, alone = self._raw(blocks)
+        root = np.sqrt(weight / weight.sum())[:, None]
+        self.shadow = np.linalg.lstsq(root * alone, root * products, rcond=1e-8)[0]
+        squares = ((root * (products - alone @ self.shadow)) ** 2).sum(0)
+        self.split = all(self.curved)
+        cuts = [slice(0, 1), slice(1, None)] if self.split else [slice(None)]
+        unit = np.sqrt(np.concatenate([np.full(len(squares[cut]), squares[cut].sum()) for cut in cuts]))
+        self.unit = np.where(unit > 1e-6, unit, np.inf)
+        size = products.shape[1]
+        self.parts = [Part("product", 1), Part("surface", size - 1)] if self.split else [Part("product", size)]
+
+    def features(self, blocks: list[list[Array]]) -> list[Array]:
+        products, alone = self._raw(blocks)
+        found = (products - alone @ self.shadow) / self.unit
+        return [found[:, :1], found[:, 1:]] if self.split else [found]
+
+    def _raw(self, blocks: list[list[Array]]) -> tuple[Array, Array]:
+        """Products of the first features, and the features of both terms with a constant."""
+        one, two = blocks[self.first], blocks[self.second]
+        a, b = (_leading(*both) for both in zip((one, two), self.curved, strict=True))
+        products = (a[:, :, None] * b[:, None, :]).reshape(len(a), -1)
+        return products, np.column_stack([np.ones(len(a)), *one, *two])
+
+
+def _leading(block: list[Array], curved: bool) -> Array:
+    return np.hstack([block[0], block[1][:, :1]]) if curved else block[0]
+
+
+def _filled(x: Array) -> Array:
+    """Text, with a name for what is missing."""
+    return np.array(["(missing)" if value is None else value for value in x], dtype=object).astype(str)

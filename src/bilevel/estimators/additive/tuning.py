@@ -1,0 +1,213 @@
+"""All penalties of an additive model at once, by hypergradients of its leave-one-out loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel.algorithms.lbfgsb import LBFGSB
+from bilevel.constraints.box import Box
+from bilevel.dynamics.gradient_descent import GradientDescent
+from bilevel.engine.method import Method
+from bilevel.errors import Outcome
+from bilevel.estimators.additive.design import Piece
+from bilevel.estimators.folds import Array
+from bilevel.hypergradients import hypergradient
+from bilevel.methods.linear_models.kernel_equations import KernelEquations
+from bilevel.methods.linear_models.newton_left_out import NewtonLeftOut
+from bilevel.methods.linear_models.normal_equations import NormalEquations
+from bilevel.outer_loop import Iteration, solve
+from bilevel.problem import Problem, Task
+from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.leave_one_out import LeaveOneOut
+from bilevel.structures.left_out import LeftOutLoss
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import RowLoss, SquaredError
+from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
+
+# A log penalty of 0 means a prior variance of 100 times the variance of one row's mean.
+UNIT = 0.01
+BOX = (-7.0, 12.0)
+# Of a log-loss: where classes are almost separable, one Newton step is too short to tell what a row's absence changes.
+LOG_LOSS_BOX = (-2.0, 12.0)
+GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
+
+
+@dataclass(frozen=True, eq=False)
+class KindTether(FunctionOfLam):
+    """2c Σ_k Σ_{g of kind k} log cosh(λ_g − mean of kind k): how far penalties of one kind have moved apart.
+
+    In the units of a log-likelihood, c = 1/n is the prior density 1/cosh of each log penalty around its kind's level.
+    """
+
+    kinds: Array
+
+    def __call__(self, lam: Tensor, *data: Any) -> Tensor:
+        kinds = torch.from_numpy(self.kinds)
+        sums = lam.new_zeros(int(kinds.max()) + 1).index_add(0, kinds, lam)
+        away = lam - (sums / torch.bincount(kinds))[kinds]
+        return data[0] * 2 * (torch.logaddexp(away, -away) - math.log(2)).sum()
+
+    def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
+        away, weight = lam.detach().numpy(), 2 * float(data[0])
+        away = away - self._means(away)
+        slope = np.tanh(away)
+        slope = weight * (slope - self._means(slope))
+        value = weight * (np.logaddexp(away, -away) - math.log(2)).sum()
+        return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)
+
+    def _means(self, numbers: Array) -> Array:
+        return (np.bincount(self.kinds, numbers) / np.bincount(self.kinds))[self.kinds]
+
+
+@dataclass
+class TunedPenalties:
+    """Penalties, and the model that has them.
+
+    Attributes:
+        lam: the log penalty of every group of features.
+        value: the leave-one-out loss.
+        w: coefficients of shape outputs × features, and an intercept where the loss is not a square.
+    """
+
+    lam: Tensor
+    value: float
+    w: Tensor
+    outcome: Outcome | None = None
+
+
+@dataclass
+class LeftOut:
+    """The leave-one-out loss of the rows of a matrix, as a function of the penalties of groups of its features.
+
+    Args:
+        X: the features. For squared errors, they and the targets are taken about their weighted means.
+        outputs: the targets, of shape rows × outputs.
+        weight: the positive weight of every row.
+        loss: of the scores.
+        history: receives the loss, its gradient's norm and the seconds of every evaluation in `minimise`.
+    """
+
+    X: Array
+    outputs: Array
+    weight: Array
+    loss: RowLoss
+    history: list[tuple[float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.squares = isinstance(self.loss, SquaredError)
+        if self.squares:
+            share = self.weight / self.weight.sum()
+            self.X, self.outputs = self.X - share @ self.X, self.outputs - share @ self.outputs
+        X, y, weight = (torch.from_numpy(np.array(part, order="C")) for part in (self.X, self.outputs.T, self.weight))
+        self.total = float(weight.sum())
+        # The system of the smaller side.
+        self.by_rows = self.squares and X.shape[1] > X.shape[0]
+        self.box = BOX if self.squares else LOG_LOSS_BOX
+        self.train: tuple[Any, ...]
+        self.val: tuple[Any, ...] = (X, y, weight, weight / self.total) if self.squares else (X, y, weight[None])
+        if self.squares and not self.by_rows:
+            self.train = ((X.mT @ (weight[:, None] * X))[None], ((weight * y) @ X)[None])
+        else:
+            self.train = (X, y, weight[None])
+
+    @property
+    def method(self) -> Method:
+        if not self.squares:
+            return NewtonLeftOut(1e-6)
+        return KernelEquations() if self.by_rows else NormalEquations()
+
+    def problem(self, groups: Array, kinds: Array) -> Problem:
+        size, intercept = self.X.shape[1], not self.squares
+        penalty = GroupPenalties(size, torch.from_numpy(groups), UNIT * self.total)
+        model = LinearModels(self.loss, penalty, intercept)
+        inner = LeastSquares(penalty) if self.squares and not self.by_rows else model
+        tether = KindTether(kinds)
+        outer = LeaveOneOut(penalty, tether) if self.squares else LeftOutLoss(model, tether)
+        shape = (1, self.outputs.shape[1], size + intercept)
+        return Problem(inner, outer, init=lambda lam: lam.new_zeros(shape), check_derivatives=False)
+
+    def task(self, strength: float) -> Task:
+        return Task(self.train, (*self.val, torch.tensor(strength, dtype=torch.float64)))
+
+    def evaluate(self, problem: Problem, lam: Tensor, start: Tensor | None = None) -> TunedPenalties:
+        found = hypergradient(
+            problem, lam, self.task(0.0), method=self.method, start=start, dynamics=GradientDescent(1.0), steps=0
+        )
+        return TunedPenalties(lam, float(found.value), found.inner[0])
+
+    def minimise(
+        self, problem: Problem, start: TunedPenalties, strength: float, max_iter: int, tol: float
+    ) -> TunedPenalties:
+        """λ that minimises the loss and the tether; its strength is relative to the loss at the start."""
+        held = strength * start.value / self.total
+
+        def note(here: Iteration) -> None:
+            self.history.append((float(here.hypergradient.value), float(here.hypergradient.grad.norm())))
+
+        found = solve(
+            problem,
+            start.lam,
+            self.task(held),
+            method=self.method,
+            algorithm=LBFGSB(max_iter=max_iter, tol=tol),
+            constraint=Box(*self.box),
+            iterations=10**9,
+            start=start.w[None],
+            dynamics=GradientDescent(1.0),
+            steps=0,
+            callbacks=[note],
+            progress=False,
+        )
+        tuned = self.evaluate(problem, found.outer, found.inner)
+        tuned.outcome = found.outcome
+        return tuned
+
+
+def grouped(pieces: list[Piece]) -> tuple[Array, Array, Array, list[str]]:
+    """The penalty and the kind of every feature, the kind of every penalty, and the names of the kinds."""
+    names = list(dict.fromkeys(piece.kind for piece in pieces))
+    kind_of = {piece.penalty: names.index(piece.kind) for piece in pieces}
+    size = max(piece.where.stop for piece in pieces)
+    own, kind = np.zeros(size, dtype=int), np.zeros(size, dtype=int)
+    for piece in pieces:
+        own[piece.where], kind[piece.where] = piece.penalty, names.index(piece.kind)
+    return own, kind, np.array([kind_of[k] for k in range(len(kind_of))]), list(names)
+
+
+def tune(
+    left_out: LeftOut, pieces: list[Piece], strength: float, max_iter: int, tol: float, known: dict[str, float] | None
+) -> tuple[TunedPenalties, dict[str, float]]:
+    """The penalties of all groups, from one penalty for each kind of part; and those of the kinds.
+
+    Args:
+        known: the log penalty of each kind to begin with; by default the best of a grid with all kinds alike.
+        strength: of the tether; inf for one penalty for each kind.
+    """
+    own, kind, kind_of_own, names = grouped(pieces)
+    by_kind = left_out.problem(kind, np.arange(len(names)))
+    if known is None:
+        best: TunedPenalties | None = None
+        for level in (level for level in GRID if level >= left_out.box[0]):
+            last = None if best is None else best.w[None]
+            here = left_out.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), last)
+            if best is not None and here.value > 1.02 * best.value:
+                break
+            best = here if best is None or here.value < best.value else best
+        assert best is not None
+    else:
+        begin = [known.get(name, known.get("curve", known.get("linear", 0.0)) + 2.0) for name in names]
+        best = left_out.evaluate(by_kind, torch.tensor(begin, dtype=torch.float64).clamp(*left_out.box))
+    tuned = left_out.minimise(by_kind, best, 0.0, max_iter, tol) if len(names) > 0 else best
+    levels = dict(zip(names, tuned.lam.tolist(), strict=True))
+    each = left_out.problem(own, kind_of_own)
+    spread = TunedPenalties(tuned.lam[torch.from_numpy(kind_of_own)], tuned.value, tuned.w, tuned.outcome)
+    if math.isinf(strength) or len(kind_of_own) == len(names):
+        return spread, levels
+    return left_out.minimise(each, spread, strength, max_iter, tol), levels

@@ -1,0 +1,50 @@
+"""What all classifiers do with the scores of their classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy.special import log_softmax, softmax
+from sklearn.base import ClassifierMixin
+
+from bilevel.errors import BilevelError
+from bilevel.estimators.folds import Array
+
+
+class ClassScores(ClassifierMixin):
+    """Predictions from `_scores`, of shape rows × outputs: one output for two classes, else one for each class."""
+
+    classes_: Array
+
+    if TYPE_CHECKING:  # the other base has it
+
+        def _scores(self, X: Any) -> Array: ...
+
+    def _indicators(self, y: Any, weight: Array) -> tuple[Array, Array]:
+        """The number of every row's class, and the outputs that are fitted. Sets `classes_`."""
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(np.unique(codes[weight > 0])) < 2:
+            single = self.classes_.tolist()[codes[weight > 0][0]]
+            raise BilevelError(f"y holds one class only, {single!r}; a classifier needs two or more.")
+        indicators = np.eye(len(self.classes_))[codes]
+        return codes, indicators if len(self.classes_) > 2 else indicators[:, 1:]
+
+    def decision_function(self, X: Any) -> Array:
+        scores = self._scores(X)
+        return scores if len(self.classes_) > 2 else scores[:, 0]
+
+    def predict_proba(self, X: Any) -> Array:
+        return softmax(self._all_scores(X), axis=1)
+
+    def predict_log_proba(self, X: Any) -> Array:
+        return log_softmax(self._all_scores(X), axis=1)
+
+    def _all_scores(self, X: Any) -> Array:
+        """One for every class; of two, the first has a score of 0."""
+        scores = self._scores(X)
+        return scores if len(self.classes_) > 2 else np.hstack([0 * scores, scores])
+
+    def predict(self, X: Any) -> Array:
+        scores = self.decision_function(X)
+        return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]

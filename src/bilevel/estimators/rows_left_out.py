@@ -1,0 +1,112 @@
+"""A table whose criterion is the leave-one-out error, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from bilevel.engine.method import Method
+from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.hyperparameters import Grouping, Tether
+from bilevel.estimators.tables import FoldedTable, positive
+from bilevel.methods.linear_models.kernel_equations import KernelEquations
+from bilevel.methods.linear_models.normal_equations import NormalEquations
+from bilevel.problem import Problem, Task
+from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.leave_one_out import LeaveOneOut
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.rows import weighted_gram
+
+# Floating-point operations of one evaluation up to which rows are left out singly.
+AFFORDABLE = 3e8
+
+
+def affordable(shape: tuple[int, int]) -> bool:
+    """Whether the closed form costs little enough for a table of this shape."""
+    return shape[0] * shape[1] * min(shape) <= AFFORDABLE
+
+
+class RowsLeftOut(FoldedTable):
+    """Squared errors on each row by the ridge regression that is fitted to all others.
+
+    Rows are about their weighted means, so that w has no intercept; its leverage is added.
+
+    Args:
+        judge: builds the same table with folds, for nested cross-validation.
+    """
+
+    def __init__(
+        self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool, judge: Callable[[], FoldedTable]
+    ) -> None:
+        super().__init__(X.toarray() if sparse.issparse(X) else X, y, folds, groups, intercept)
+        rows, features = X.shape
+        self._build_judge, self.wide = judge, features > rows
+        inner = LinearModels(penalty=self.penalties) if self.wide else LeastSquares(self.penalties)
+        self.problem = Problem(
+            inner,
+            LeaveOneOut(self.penalties, Tether()),
+            init=lambda lam: lam.new_zeros(1, len(self.y), features),
+            check_derivatives=False,
+        )
+        self.reason = (
+            "Implicit differentiation of the leave-one-out error in closed form, by "
+            + (
+                f"the kernel equations ({rows} × {rows})"
+                if self.wide
+                else f"the normal equations ({features} × {features})"
+            )
+            + ": one fit for all rows, and no random folds."
+        )
+
+    @cached_property
+    def judge(self) -> FoldedTable:
+        return self._build_judge()
+
+    def nested(self, folds: Folds, k: int) -> Folds:
+        return _each_left_out(folds, folds.train[k])
+
+    def criterion(self, folds: Folds) -> Folds:
+        """All rows, each left out once."""
+        return _each_left_out(folds, np.ones(folds.train.shape[1], dtype=bool))
+
+    def method(self, tol: float) -> Method:
+        return KernelEquations() if self.wide else NormalEquations()
+
+    def task(self, folds: Folds, held: float = 0.0) -> Task:
+        rows = torch.from_numpy(np.flatnonzero(folds.train_weights()[0]))
+        X, y, weight = self.X[rows], self.y[:, rows], self.weight[rows]
+        share = weight / weight.sum()
+        if self.intercept:
+            X, y = X - share @ X, y - (y @ share)[:, None]
+        own = share if self.intercept else torch.zeros_like(share)
+        val = (X, y, weight, own, torch.tensor(held, dtype=X.dtype))
+        if self.wide:
+            return Task((X, y, weight[None]), val)
+        return Task((weighted_gram(X, weight)[None], ((weight * y) @ X)[None]), val)
+
+    def start(self, task: Task) -> Tensor:
+        return self.y.new_zeros(1, len(self.y), self.X.shape[1])
+
+    def coefficients(self, w: Tensor, folds: Folds) -> tuple[Array, Array]:
+        rows = torch.from_numpy(np.flatnonzero(folds.train_weights()[0]))
+        share = self.weight[rows] / self.weight[rows].sum()
+        intercept = self.y[:, rows] @ share - w[0] @ (share @ self.X[rows])
+        return w[0].numpy().T, intercept.numpy() if self.intercept else np.zeros(len(self.y))
+
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
+        alpha = self.penalties(lam)
+        if self.wide:
+            return float(alpha.min())
+        return positive(float(torch.linalg.eigvalsh(task.train[0] + alpha.diag())[:, 0].min()))
+
+
+def _each_left_out(folds: Folds, cells: Array) -> Folds:
+    """One fold of these cells, which trains on and is judged on all their rows."""
+    return replace(folds, train=cells[None], val=cells[None])

@@ -1,0 +1,161 @@
+"""Squared errors of a table from sums over its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from bilevel.dynamics import DynamicsLike
+from bilevel.dynamics.fista import FISTA
+from bilevel.dynamics.penalties import L1
+from bilevel.engine.method import Method
+from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.hyperparameters import Grouping, Tether
+from bilevel.estimators.tables import LARGEST, FoldedTable, positive
+from bilevel.methods.linear_models.active_set import ActiveSet
+from bilevel.methods.linear_models.normal_equations import NormalEquations
+from bilevel.problem import Problem, Task
+from bilevel.structures.held_out import HeldOutSquares
+from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.rows import GramOfRows, feature_sums, row_scores, weighted_gram
+
+
+class SumsOfTable(FoldedTable):
+    """Squared errors from sums over rows: the rows are read once, whatever the number of evaluations.
+
+    Args:
+        l1_ratio: ρ of an elastic net, whose objective is divided by the weight of the rows; None for a ridge.
+        positive: allow no negative coefficients, in an elastic net.
+    """
+
+    def __init__(
+        self,
+        X: Any,
+        y: Array,
+        folds: Folds,
+        groups: Grouping,
+        intercept: bool,
+        l1_ratio: float | None = None,
+        positive: bool = False,
+    ) -> None:
+        super().__init__(X, y, folds, groups, intercept)
+        self.l1_ratio, size = l1_ratio, X.shape[1]
+        self.wide = size > LARGEST
+        ridge = 1.0 if l1_ratio is None else 1 - l1_ratio
+        self.strengths, self.positive = replace(self.penalties, scale=l1_ratio or 0.0), positive
+        self.problem = Problem(
+            LeastSquares(replace(self.penalties, scale=ridge)),
+            self._outer_of_rows if self.wide else HeldOutSquares(Tether()),
+            init=lambda lam: lam.new_zeros(1, len(self.y), size),
+            check_derivatives=False,
+        )
+        if l1_ratio is None:
+            self.reason = (
+                f"Implicit differentiation of the normal equations ({size} × {size}, one Cholesky factor per fold): "
+                "rows outnumber features, and the cost of a hypergradient does not depend on them."
+            )
+        else:
+            self.reason = (
+                "Implicit differentiation on the coefficients that are not zero, which proximal steps find: the "
+                "others do not feel the penalties."
+            )
+        rows = [np.flatnonzero(folds.cell == cell) for cell in range(folds.train.shape[1])]
+        cells = [self._sums(some, keep_gram=not self.wide) for some in rows]
+        self.cells = [torch.stack(parts) for parts in zip(*cells, strict=True)]
+
+    def method(self, tol: float) -> Method:
+        return NormalEquations() if self.l1_ratio is None else ActiveSet(self.strengths)
+
+    def _outer_of_rows(self, w: Tensor, lam: Tensor, batch: tuple[Any, ...]) -> Tensor:
+        X, y, share, x_mean, y_mean, held = batch
+        error = row_scores(w, X) - w @ x_mean[:, :, None] + y_mean[:, :, None] - y
+        return 0.5 * (share[:, None] * error.square()).sum() + Tether()(lam, held)
+
+    def dynamics(self, task: Task) -> DynamicsLike:
+        if self.l1_ratio is None:
+            return super().dynamics(task)
+        # A tensor, because the checks of a problem are repeated for a dynamics with another number in its closure.
+        steepest, ratio = torch.tensor(_largest_curvature(task.train[0]), dtype=torch.float64), self.l1_ratio
+
+        def proximal(lam: Tensor) -> FISTA:
+            alpha = self.penalties(lam)
+            lr = 1 / (float(steepest) + (1 - ratio) * float(alpha.detach().max()))
+            return FISTA(lr, L1(ratio * alpha, self.positive))
+
+        return proximal
+
+    def _sums(self, rows: Array, keep_gram: bool) -> tuple[Tensor, ...]:
+        """XᵀSX, yᵀSX, yᵀSy, the sums of x and y, and the weight of some rows."""
+        X, y, s = self.X[rows], self.y[:, rows], self.weight[rows]
+        gram = weighted_gram(X, s) if keep_gram else torch.zeros(())
+        total = (s * y.square()).sum()
+        return gram, feature_sums(s * y, X), total, feature_sums(s[None], X)[0], y @ s, s.sum()
+
+    def _sum(self, members: Array) -> list[Tensor]:
+        """The sums over the cells of each fold."""
+        mask = torch.from_numpy(members.astype(float))
+        return [torch.tensordot(mask, parts, 1) for parts in self.cells]
+
+    def task(self, folds: Folds, held: float = 0.0) -> Task:
+        train, val = self._sum(folds.train), self._sum(folds.val)
+        *_, x, y, weight = train
+        x_mean, y_mean = x / weight[:, None], y / weight[:, None]
+        if not self.intercept:
+            x_mean, y_mean = torch.zeros_like(x_mean), torch.zeros_like(y_mean)
+        strength, total = torch.tensor(held, dtype=weight.dtype), folds.total
+        unit = weight if self.l1_ratio is not None else torch.ones_like(weight)
+        gram, moments, _ = _about(train, x_mean, y_mean)
+        moments = moments / unit[:, None, None]
+        if not self.wide:
+            xx, xy, yy = (part / total for part in _about(val, x_mean, y_mean))
+            return Task((gram / unit[:, None, None], moments), (xx, xy, yy.sum(), strength))
+        train_rows, val_rows = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
+        rows = GramOfRows(self.X, train_rows / unit[:, None], x_mean * (weight / unit).sqrt()[:, None])
+        return Task((rows, moments), (self.X, self.y, val_rows / total, x_mean, y_mean, strength))
+
+    def start(self, task: Task) -> Tensor:
+        return torch.zeros_like(task.train[1])
+
+    def coefficients(self, w: Tensor, folds: Folds) -> tuple[Array, Array]:
+        *_, x, y, weight = self._sum(folds.train)
+        coef = w[0].numpy().T
+        intercept = (y[0] - x[0] @ w[0].mT).numpy() / float(weight[0])
+        return coef, intercept if self.intercept else 0 * intercept
+
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
+        if self.l1_ratio is not None:
+            return None
+        shifted = task.train[0] + torch.diag(self.penalties(lam))
+        return positive(float(torch.linalg.eigvalsh(shifted)[:, 0].min()))
+
+
+def _about(sums: list[Tensor], x_mean: Tensor, y_mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """XᵀSX, yᵀSX and yᵀSy of every fold, with the means subtracted from the rows."""
+    xx, xy, yy, x, y, weight = sums
+    if xx.ndim == 3:
+        cross = x[:, :, None] * x_mean[:, None]
+        xx = xx - cross - cross.mT + weight[:, None, None] * (x_mean[:, :, None] * x_mean[:, None])
+    moments = xy - y_mean[:, :, None] * x[:, None] + (weight[:, None] * y_mean - y)[:, :, None] * x_mean[:, None]
+    return xx, moments, yy - 2 * (y * y_mean).sum(1) + weight * y_mean.square().sum(1)
+
+
+def _largest_curvature(gram: Any) -> float:
+    """The largest eigenvalue of the folds' matrices."""
+    if isinstance(gram, Tensor):
+        return max(float(torch.linalg.eigvalsh(gram)[:, -1].max()), 1e-300)
+    largest = 0.0
+    for k, mean in enumerate(gram.mean):
+        fold = gram.fold(k)
+        operator = sparse.linalg.LinearOperator(
+            (len(mean), len(mean)),
+            matvec=lambda v, fold=fold: fold.times(torch.from_numpy(v).reshape(1, 1, -1)).reshape(-1).numpy(),
+            dtype=np.float64,
+        )
+        found = sparse.linalg.eigsh(operator, k=1, v0=np.ones(len(mean)), return_eigenvectors=False)
+        largest = max(largest, 1.01 * float(found[0]))
+    return largest

@@ -1,0 +1,58 @@
+"""Files that are replaced as a whole: bytes and JSON, written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bilevel.errors import BilevelError
+
+
+class NotWritten(BilevelError):
+    """A file could not be written; what was there before is unchanged."""
+
+
+def not_written(path: Path, error: OSError) -> NotWritten:
+    return NotWritten(f"{path} could not be written: {error.strerror or error}. What was there before is unchanged.")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace the file as a whole: a reader finds the old content or the new one, even after a crash."""
+    scratch = ""
+    try:
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(scratch, 0o666 & ~_umask())
+        os.replace(scratch, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise not_written(path, error) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise BilevelError(f"{path} is not valid JSON ({error}).") from error
+    except RecursionError as error:
+        raise BilevelError(f"{path} is JSON that is nested too deeply to be read.") from error
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

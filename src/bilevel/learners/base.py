@@ -1,0 +1,396 @@
+"""The contract of few-shot learners: what a strategy must say of itself so that it can be trained, judged and kept."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.errors import BilevelError
+from bilevel.learners.classifier import FewShotClassifier
+from bilevel.learners.representation import Representation
+from bilevel.learners.saved_learner import SavedLearner
+from bilevel.learners.settings import TrainingSettings, check_kind
+from bilevel.models import build
+from bilevel.models.batch_norm import MODES, Mode
+from bilevel.problem import Problem, Task
+
+if TYPE_CHECKING:
+    from bilevel.data import ImageDataset
+    from bilevel.learners.streams import TrainingStream
+
+Logits = Callable[[Tensor], Tensor]
+# The most numbers that an image may have.
+LARGEST = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerOptions:
+    """The settings of a learner, with types and defaults. They are checked when they are set.
+
+    A field that `TrainingSettings` has too (`steps`, `inner_lr`, `network`, …) is set by the option of that name of
+    `bilevel train`, any other with `--set name=value`.
+    """
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            check_kind(name, getattr(self, name), hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(LearnerOptions):
+    """What every learner with a network has.
+
+    Args:
+        network: its name; empty for a module of one's own.
+        last_relu: whether a network that is given by its name ends with a ReLU.
+        batch_norm: see `bilevel.models.batch_norm.MEANING`.
+    """
+
+    network: str = ""
+    last_relu: bool = True
+    batch_norm: Mode = "episode"
+
+
+def option(name: str) -> Any:
+    """An attribute of a learner that reads and changes one of its options."""
+    return property(lambda self: getattr(self.options, name), lambda self, value: self.change(**{name: value}))
+
+
+class Learner(SavedLearner, ABC):
+    """A strategy for learning classes from a few images: λ, and what is done with an episode.
+
+    Subclass `ScoringLearner` where a strategy gives scores of queries directly (metric and memory strategies), and
+    `BilevelLearner` where it solves an inner problem for every episode. Both write the three abstract methods below.
+
+    Args:
+        module: the network, from images N×C×H×W to features N×F, or the name of one of `bilevel.models`. It is copied.
+            Its parameters are leaves of λ. Learners whose options have no `network` take None.
+        shape: (C, H, W) of the images.
+        seed: of the weights.
+        chunk: episodes whose features are in memory at once.
+        options: the learner's settings, the fields of its class `Options`.
+
+    Attributes:
+        lam: λ, tensors by name.
+        options: the settings.
+        representation: the network as a function of λ.
+    """
+
+    name: ClassVar[str] = ""
+    options: Any
+    Options: ClassVar[type[LearnerOptions]] = NetworkOptions
+    # Settings of a training that the learner reads although they are no options of its own.
+    also_uses: ClassVar[frozenset[str]] = frozenset()
+    # What is meta-learned, in a word, for tables: representation, initialisation, optimisation, metric, memorisation or
+    # baseline.
+    strategy: ClassVar[str] = "other"
+    # Whether there is something to train.
+    trains: ClassVar[bool] = True
+    # Whether `hypergradient` is the derivative of its value; first-order strategies say no.
+    exact: bool = True
+    # Whether training is on episodes; else `stream` says on what.
+    episodic: ClassVar[bool] = True
+    # Whether renaming the classes renames the predictions and changes nothing else.
+    symmetric: bool = True
+    # Whether an adapted classifier is linear in the features of h_λ; `adapted(…).matrix` then holds its weights.
+    linear: ClassVar[bool] = False
+    # The batch norm modes that the strategy can follow.
+    batch_norm_modes: ClassVar[tuple[Mode, ...]] = MODES
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+
+    def __init__(
+        self,
+        module: nn.Module | str | None,
+        shape: tuple[int, int, int],
+        *,
+        seed: int = 0,
+        chunk: int = 4,
+        **options: Any,
+    ) -> None:
+        if len(shape) != 3 or any(type(side) is not int or side < 1 for side in shape) or prod(shape) > LARGEST:
+            raise BilevelError(
+                f"shape={shape} must be (channels, height, width), (1, 28, 28) for example: whole numbers ≥ 1 whose "
+                f"product is at most {LARGEST:,}."
+            )
+        if not isinstance(chunk, int) or chunk < 1:
+            raise BilevelError(f"chunk={chunk} must be a whole number ≥ 1.")
+        self.shape, self.chunk = tuple(shape), chunk
+        known = [f.name for f in fields(self.Options)]
+        if "network" in known:
+            options["network"] = module if isinstance(module, str) else ""
+        unknown = [key for key in options if key not in known]
+        if unknown:
+            raise BilevelError(
+                f"{self.name} has no setting {', '.join(unknown)}; its settings are {', '.join(known) or 'none'}."
+            )
+        chosen: Any = self.Options(**options)
+        self.options = chosen
+        mode: Mode = getattr(chosen, "batch_norm", "support")
+        self._check_mode(mode)
+        if isinstance(module, str):
+            module = build(module, shape[0], seed, chosen.last_relu)
+        self.representation = Representation(
+            nn.Flatten() if module is None else module, mode, getattr(chosen, "normalise", False)
+        )
+        self.lam = {key: value.detach().clone() for key, value in self.module.named_parameters()}
+        if module is not None and not self.lam:
+            raise BilevelError("The module has no parameters, so there is no representation to learn.")
+        self.features = self._count_features()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.build()
+
+    # ------------------------------------------------------------------------------------------- to be written
+
+    def build(self) -> None:
+        """Add what λ has beside the network: `add_part`, or leaves of `self.lam`. torch is seeded."""
+
+    @abstractmethod
+    def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mean training objective of some stacked episodes, and its gradient in λ."""
+
+    @abstractmethod
+    def chunk_accuracies(self, task: Task, steps: int) -> Tensor:
+        """Episodes × steps: accuracies after 1…steps inner steps; episodes × 1 for learners without inner steps."""
+
+    def chunk_last_accuracies(self, task: Task, steps: int) -> Tensor:
+        """The last column of `chunk_accuracies`; override it where that is less work than all of them."""
+        return self.chunk_accuracies(task, steps)[:, -1:]
+
+    @abstractmethod
+    def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
+        """A function from query images to logits N×ways, made from labelled images; `adapt` calls it."""
+
+    def check_episode(self, ways: int, shots: int) -> None:
+        """Raise a `BilevelError` if the learner cannot take such episodes; it is called before any work begins."""
+
+    def inner_size(self, ways: int) -> int:
+        """How many numbers w has for an episode; 0 where there is no inner problem."""
+        return 0
+
+    def certifiable(self, episodes: Task) -> tuple[Problem, Task] | None:
+        """A convex inner problem with λ fixed, for `certify`, if the learner has one."""
+        return None
+
+    @classmethod
+    def stream(cls, settings: TrainingSettings, data: ImageDataset) -> TrainingStream:
+        """What a training of this learner draws; episodes unless the learner says otherwise."""
+        from bilevel.learners.streams import EpisodeStream
+
+        return EpisodeStream(settings, data)
+
+    @classmethod
+    def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
+        """A learner with fresh weights for a training, with its network or a module of one's own."""
+        height, width, channels = data.shape
+        given = cls.options_of(settings)
+        network = given.pop("network", None) if module is None else module
+        given.pop("network", None)
+        return cls(network, (channels, height, width), seed=settings.seed, **given)
+
+    # ------------------------------------------------------------------------------------------- parts of λ
+
+    def add_part(self, name: str, module: nn.Module) -> None:
+        """Make the module's parameters leaves of λ, `name.…`; `self.part(name, lam, …)` calls it."""
+        added = self.representation.add_part(name, module)
+        like = next(iter(self.lam.values()), None)
+        self.lam |= {key: value if like is None else value.to(like) for key, value in added.items()}
+
+    def part(self, name: str, lam: Mapping[str, Tensor], *arguments: Any) -> Any:
+        """The part of that name with the weights in λ."""
+        return self.representation.here().part(name, lam, *arguments)
+
+    # ------------------------------------------------------------------------------------------- options
+
+    @classmethod
+    def options_of(cls, settings: TrainingSettings) -> dict[str, Any]:
+        """The learner's options in the settings of a training: those that all trainings share, and its own."""
+        shared = {f.name for f in fields(TrainingSettings)}
+        own = {f.name for f in fields(cls.Options)} - shared
+        unknown = [key for key in settings.options if key not in own]
+        if unknown:
+            raise BilevelError(f"{cls.name} has no setting {', '.join(unknown)}; {cls.describe_options()}.")
+        common = {f.name: getattr(settings, f.name) for f in fields(cls.Options) if f.name in shared}
+        return {**common, **settings.options}
+
+    @classmethod
+    def describe_options(cls) -> str:
+        """The names of its settings, for messages."""
+        return f"its settings are {', '.join(f.name for f in fields(cls.Options)) or 'none'}"
+
+    def change(self, **options: Any) -> None:
+        """Change some of the options; those that decide about the shape of λ must stay."""
+        unknown = [key for key in options if not hasattr(self.options, key)]
+        if unknown:
+            raise BilevelError(f"{self.name} has no setting {', '.join(unknown)}; {self.describe_options()}.")
+        if "batch_norm" in options:
+            self._check_mode(options["batch_norm"])
+            self.representation.batch_norm = options["batch_norm"]
+        self.options = replace(self.options, **options)
+
+    def _check_mode(self, mode: str) -> None:
+        if mode not in MODES:
+            raise BilevelError(f"batch_norm={mode!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
+        if mode not in self.batch_norm_modes:
+            raise BilevelError(
+                f"{self.name} cannot follow batch_norm={mode!r}; pass {' or '.join(map(repr, self.batch_norm_modes))}."
+            )
+
+    def describe(self) -> str:
+        """T and batch norm, where the learner has them, as the end of a sentence."""
+        steps = f", T = {self.steps}" if self.has_steps else ""
+        return steps + (f", batch norm: {self.batch_norm}" if self.has_batch_norm else "")
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether the learner follows a batch norm mode."""
+        return hasattr(self.options, "batch_norm")
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the learner takes a number of inner steps."""
+        return hasattr(self.options, "steps")
+
+    @property
+    def steps(self) -> int:
+        """T; 1 for learners without inner steps."""
+        return int(getattr(self.options, "steps", 1))
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        if not self.has_steps:
+            raise BilevelError(f"{self.name} takes no inner steps; leave steps out.")
+        self.change(steps=steps)
+
+    @property
+    def batch_norm(self) -> Mode:
+        return self.representation.batch_norm
+
+    @batch_norm.setter
+    def batch_norm(self, mode: Mode) -> None:
+        self.change(batch_norm=mode)
+
+    def settings(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": self.shape, **asdict(self.options)}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], module: nn.Module | None = None) -> Self:
+        """A learner with fresh weights from what `settings()` said; `name` decides which learner."""
+        options = dict(settings)
+        shape = tuple(options.pop("shape"))
+        name = options.pop("name", None)  # a card of version 0.1 has no name
+        if name is not None and name != cls.name:
+            raise BilevelError(f"These are the settings of the learner {name}, and {cls.name} was asked for.")
+        network = options.pop("network", None) if module is None else module
+        options.pop("network", None)
+        if not network and "network" in {f.name for f in fields(cls.Options)}:
+            raise BilevelError(
+                "This learner has a module of its own, like the Multiclass baseline of `bilevel run variants`; in "
+                "Python, pass module=… with the same architecture."
+            )
+        return cls(network, shape, **options)
+
+    @contextmanager
+    def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use these weights inside the block."""
+        before = self.lam
+        self.lam = {name: weights[name] for name in before}
+        try:
+            yield
+        finally:
+            self.lam = before
+
+    # ------------------------------------------------------------------------------------------- what it does
+
+    def hypergradient(self, episodes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The training objective and its gradient in λ, means over the episodes.
+
+        Args:
+            episodes: stacked tensors (`Episodes.batch`), a list of tasks, or what the learner's own stream draws.
+        """
+        chunks = self._chunks(episodes)
+        count, total = sum(len(chunk.train[0]) for chunk in chunks), None
+        value = next(iter(self.lam.values())).new_zeros(())
+        with closing(self.representation.each(self.chunk_hypergradient, chunks)) as results:
+            for chunk, (one, grads) in zip(chunks, results, strict=True):
+                share = len(chunk.train[0]) / count
+                value = value + share * one
+                if total is None:
+                    total = {name: share * g for name, g in grads.items()}
+                else:
+                    for name, g in grads.items():
+                        total[name].add_(g, alpha=share)
+        assert total is not None
+        return value, total
+
+    def accuracies(
+        self, episodes: Task | Sequence[Task], steps: int | None = None, *, only_last: bool = False
+    ) -> Tensor:
+        """Accuracy on the query sets after 1…steps inner steps: episodes × steps, or × 1 without inner steps.
+
+        With `only_last`, after the last step only: episodes × 1.
+        """
+        work = self.chunk_last_accuracies if only_last else self.chunk_accuracies
+        work = partial(work, steps=self.steps if steps is None or not self.has_steps else steps)
+        return torch.cat(list(self.representation.each(work, self._chunks(episodes))))
+
+    def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
+        """A classifier from a few labelled images, as the learner makes one for an episode.
+
+        Args:
+            images: floats N×C×H×W in [0, 1], or bytes N×H×W×C.
+            labels: one per image, of any kind; as many classes as there are different ones.
+            steps: inner steps, if not the learner's own.
+        """
+        return FewShotClassifier(self, images, labels, steps)
+
+    def _here(self, episodes: Task | Sequence[Task]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        device = next((leaf.device for leaf in self.lam.values()), torch.device("cpu"))
+        task = episodes
+        if not isinstance(task, Task):
+            if not task:
+                raise BilevelError("The list of episodes is empty; pass at least one.")
+            task = trees.map(lambda *parts: torch.stack(parts), *task)
+        (images, labels), (queries, *answers) = task.train, task.val
+        if not len(images):
+            raise BilevelError(f"The images are {list(images.shape)}: there is no episode; pass at least one.")
+        if images.shape[2:] != self.shape or queries.shape[2:] != self.shape:
+            wanted = " × ".join(map(str, self.shape))
+            raise BilevelError(
+                f"The images are {list(images.shape)} and {list(queries.shape)}; this learner takes stacked episodes, "
+                f"episodes × images × {wanted}, as Episodes.batch gives them, or a list of tasks."
+            )
+        return (images.to(device), labels.to(device)), (queries.to(device), *(x.to(device) for x in answers))
+
+    def _chunks(self, episodes: Task | Sequence[Task]) -> list[Task]:
+        known, asked = self._here(episodes)
+        parts = [list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in (known, asked)]
+        if asked[0] is known[0]:  # one tensor that is both sets stays one
+            parts[1] = [(images, *answers) for (images, _), (_, *answers) in zip(*parts, strict=True)]
+        return [Task(*pair) for pair in zip(*parts, strict=True)]
+
+    def _count_features(self) -> int:
+        """With the constant feature of the bias."""
+        with torch.no_grad():
+            images = torch.zeros((2, *self.shape)).to(next(iter(self.lam.values()), torch.zeros(())))
+            features = self.representation.raw(self.lam, images)
+        if features.ndim != 2:
+            raise BilevelError(
+                f"The module maps images {list(images.shape)} to {list(features.shape)}; it must return N×F features. "
+                "End it with nn.Flatten()."
+            )
+        return features.shape[1] + 1

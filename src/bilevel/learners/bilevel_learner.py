@@ -1,0 +1,199 @@
+"""Learners that solve an inner problem for every episode: the engine differentiates through its solution."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bilevel import trees
+from bilevel.dynamics import DynamicsLike, as_function_of_lam
+from bilevel.dynamics.gradient_descent import GradientDescent
+from bilevel.engine.method import Method
+from bilevel.errors import BilevelError
+from bilevel.hypergradients import hypergradient
+from bilevel.learners.base import Learner, LearnerOptions, Logits, NetworkOptions
+from bilevel.methods.first_order import FirstOrder
+from bilevel.methods.reverse import Reverse
+from bilevel.methods.unrolled import Unrolled
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+# The names of `--method`. None is the learner's own choice.
+METHODS: dict[str, Method | None] = {
+    "reverse": None,
+    "reverse-sqrt": Reverse("sqrt"),
+    "unrolled": Unrolled(),
+    "first-order": FirstOrder(),
+}
+
+
+def _loss(problem: Problem, lam: Tree, batch: Any, w: Tree) -> Tensor:
+    return problem.inner(w, lam, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescentOptions(NetworkOptions):
+    """What gradient descent on an episode needs.
+
+    Args:
+        steps: T, the inner steps.
+        inner_lr: the step size of the inner gradient descent.
+    """
+
+    steps: int = 5
+    inner_lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1:
+            raise BilevelError(f"steps={self.steps} must be a whole number ≥ 1.")
+        if not self.inner_lr > 0:
+            raise BilevelError(f"inner_lr={self.inner_lr} must be positive.")
+
+
+class BilevelLearner(Learner):
+    """A strategy that is a bilevel problem: w of an episode descends on its support set, λ on the queries.
+
+        L(w, λ) = cross-entropy of logits(w, λ, support),   w_0 = start(λ),   T steps of `dynamics`
+        E(w, λ) = cross-entropy of logits(w, λ, queries),   f_T(λ) = mean over episodes of E(w_T, λ)
+
+    Every class counts the same in L, however many support images it has. Write `start` and `logits`. Override
+    `dynamics` for another Φ, `problem` for other objectives or an `encode`, `solutions` for another inner algorithm.
+
+    Args:
+        method: how ∇f_T is computed; any method of the engine. None: the learner's own, `default_method`.
+    """
+
+    Options: ClassVar[type[LearnerOptions]] = DescentOptions
+    default_method: ClassVar[Method] = Reverse()
+    also_uses: ClassVar[frozenset[str]] = frozenset({"method"})
+
+    def __init__(
+        self,
+        module: nn.Module | str | None,
+        shape: tuple[int, int, int],
+        *,
+        method: Method | None = None,
+        **options: Any,
+    ) -> None:
+        self.method = method
+        self._problems: dict[Any, Problem] = {}
+        super().__init__(module, shape, **options)
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return (self.method or self.default_method).exact
+
+    @property
+    def dynamics(self) -> DynamicsLike:
+        """Φ, or a function of λ that returns it."""
+        return GradientDescent(self.options.inner_lr)
+
+    @abstractmethod
+    def start(self, lam: Tree, ways: int) -> Tree:
+        """w_0 = Φ_0(λ) for so many classes."""
+
+    @abstractmethod
+    def logits(self, w: Tree, lam: Tree, images: Tensor) -> Tensor:
+        """The logits N×ways of a set of images, or of what `problem(…).encode` made of them."""
+
+    def problem(self, ways: int, *, training: bool = True) -> Problem:
+        """The problem of one episode, whose task is Task((support, labels), (queries, answers))."""
+
+        def inner(w: Tree, lam: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+            with self.representation.here().unfused():  # a step holds the gradient, which is differentiated again
+                logits, labels = self.logits(w, lam, batch[0]), batch[1]
+            return F.cross_entropy(logits, labels, weight=1 / torch.bincount(labels, minlength=ways).to(logits))
+
+        def outer(w: Tree, lam: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(self.logits(w, lam, batch[0]), batch[1])
+
+        return Problem(inner, outer, lambda lam: self.start(lam, ways))
+
+    def kept_problem(self, ways: int, *, training: bool = True) -> Problem:
+        """`problem`, built once: the engine checks every problem at its first use."""
+        key = (ways, training, self.method)
+        if key not in self._problems:
+            self._problems[key] = self.problem(ways, training=training)
+        return self._problems[key]
+
+    def solutions(self, problem: Problem, task: Task, steps: int) -> Iterator[Tree]:
+        """w_1, …, w_steps for a task that is encoded already."""
+        dynamics = as_function_of_lam(self.dynamics)(self.lam)
+        w = problem.init(self.lam)
+        state = dynamics.init(w)
+        for t in range(1, steps + 1):
+            w, state = dynamics.step(partial(_loss, problem, self.lam, task.batch(t)), w, state, t)
+            yield w
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The problems are functions of this learner; a copy makes its own.
+        return {**self.__dict__, "_problems": {}}
+
+    # ------------------------------------------------------------------------------------------- the contract
+
+    def inner_size(self, ways: int) -> int:
+        return sum(leaf.numel() for leaf in trees.leaves(self.start(self.lam, ways)))
+
+    def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
+        images, labels = task.train
+        problem = self.kept_problem(int(labels.max()) + 1)
+        tasks = [Task((images[i], labels[i]), tuple(x[i] for x in task.val[:2])) for i in range(len(images))]
+        method = self.method or self.default_method
+        steps = self.steps
+        found = hypergradient(problem, self.lam, tasks, dynamics=self.dynamics, steps=steps, method=method)
+        return found.value, found.grad
+
+    def chunk_accuracies(self, task: Task, steps: int) -> Tensor:
+        return self._accuracies(task, steps, range(1, steps + 1))
+
+    def chunk_last_accuracies(self, task: Task, steps: int) -> Tensor:
+        return self._accuracies(task, steps, range(steps, steps + 1))
+
+    @torch.no_grad()
+    def _accuracies(self, task: Task, steps: int, scored: range) -> Tensor:
+        (images, labels), (queries, answers, *_) = task.train, task.val
+        problem = self.kept_problem(int(labels.max()) + 1, training=False)
+        rows = []
+        for i in range(len(images)):
+            encoded = self._encoded(problem, Task((images[i], labels[i]), (queries[i], answers[i])))
+            right = [
+                (self.logits(w, self.lam, encoded.val[0]).argmax(1) == answers[i]).double().mean()
+                for t, w in enumerate(self.solutions(problem, encoded, steps), 1)
+                if t in scored
+            ]
+            rows.append(torch.stack(right))
+        return torch.stack(rows)
+
+    def solution(self, problem: Problem, support: Tensor, labels: Tensor, steps: int) -> Tree:
+        """w_steps for a support set."""
+        # The queries come later, and an `encode` may need the support set for them.
+        encoded = self._encoded(problem, Task((support, labels), (support, labels)))
+        *_, w = self.solutions(problem, encoded, steps)
+        return w
+
+    def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
+        problem = self.kept_problem(ways, training=False)
+        w = self.solution(problem, support, labels, steps)
+
+        def logits(queries: Tensor) -> Tensor:
+            answers = labels.new_zeros(len(queries))
+            return self.logits(w, self.lam, self._encoded(problem, Task((support, labels), (queries, answers))).val[0])
+
+        return logits
+
+    def _encoded(self, problem: Problem, task: Task) -> Task:
+        return task if problem.encode is None else problem.encode(self.lam, task)
+
+    @classmethod
+    def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None) -> Any:
+        learner = super().for_training(settings, data, module)
+        learner.method = METHODS[settings.method]
+        return learner

@@ -1,0 +1,168 @@
+"""A learned optimiser (Andrychowicz et al., 2016): the inner steps are taken by a recurrent network on coordinates."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bilevel import trees
+from bilevel.dynamics import Dynamics, DynamicsLike, gradient
+from bilevel.dynamics.base import Loss
+from bilevel.errors import BilevelError
+from bilevel.learners.base import LearnerOptions
+from bilevel.learners.catalogue.maml import MAML, MAMLOptions, Weights
+from bilevel.trees import Tree
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentOptions(MAMLOptions):
+    """The settings of learners whose inner steps are taken by a recurrent network.
+
+    Args:
+        adapts: what w is: "head", the last layer, or "all", the weights of the network too. Time and memory of a step
+            are proportional to `hidden` times the size of w.
+        hidden: units of a layer of the recurrent network.
+        first_order: leave out how ∇L depends on λ and w, as the papers do. The hypergradient is then not the derivative
+            of f_T.
+        log_range: p of `log_and_sign`.
+    """
+
+    adapts: Literal["head", "all"] = "head"
+    hidden: int = 20
+    first_order: bool = True
+    log_range: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 1:
+            raise BilevelError(f"hidden={self.hidden} must be a whole number ≥ 1.")
+        if not self.log_range > 0:
+            raise BilevelError(f"log_range={self.log_range} must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedOptimizerOptions(RecurrentOptions):
+    """The settings of `LearnedOptimizer`. inner_lr is the factor of the network's output."""
+
+
+class CoordinateLSTM(nn.Module):
+    """Two LSTM layers and a linear one, from the two inputs of a coordinate to its change."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTMCell(2, hidden), nn.LSTMCell(hidden, hidden)
+        self.output = nn.Linear(hidden, 1)
+
+    def forward(self, inputs: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        first = self.first(inputs, state[0])
+        second = self.second(first[0], state[1])
+        return self.output(second[0])[:, 0], (first, second)
+
+
+@dataclass(frozen=True)
+class RecurrentDescent(Dynamics):
+    """(w_t, s_t) = m_λ(w_{t−1}, ∇L, L, s_{t−1}), the coordinates of w in one vector.
+
+    Args:
+        weights: the leaves of λ that a step uses.
+        move: m, a function of these weights, w, ∇L, L and s.
+        begin: s_0 for a vector w.
+        first_order: take ∇L and L for constants in the derivative of a step.
+    """
+
+    weights: Weights
+    move: Callable[[Weights, Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tree]]
+    begin: Callable[[Tensor], Tree]
+    first_order: bool
+
+    def init(self, w: Tree) -> Tree:
+        return self.begin(trees.to_vector(trees.leaves(w)))
+
+    def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
+        values: list[Tensor] = []
+
+        def noted(point: Tree) -> Tensor:
+            values.append(loss(point))
+            return values[-1]
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.first_order):
+            slopes = trees.to_vector(trees.leaves(gradient(noted, w)))
+        value = values[-1] if torch.is_grad_enabled() and not self.first_order else values[-1].detach()
+        leaves, spec = trees.flatten(w)
+        after, state = self.move(self.weights, trees.to_vector(leaves), slopes, value, state)
+        return spec.unflatten(trees.from_vector(after, leaves)), state
+
+
+def log_and_sign(x: Tensor, p: float) -> Tensor:
+    """(log|x|/p, sign x) where |x| ≥ e⁻ᵖ, else (−1, eᵖx): magnitudes of all orders as inputs near ±1 (Appendix A).
+
+    >>> log_and_sign(torch.tensor([-1.0, 0.0]), 10.0).abs()
+    tensor([[0., 1.],
+            [1., 0.]])
+    """
+    least = math.exp(-p)
+    large = x.abs() >= least
+    logarithm = torch.where(large, x.abs().clamp(min=least).log() / p, -1.0)
+    return torch.stack([logarithm, torch.where(large, x.sign(), x / least)], -1)
+
+
+class RecurrentLearner(MAML):
+    """A learner whose Φ_t is a recurrent network on coordinates, the same for every coordinate of w."""
+
+    strategy: ClassVar[str] = "optimisation"
+
+    @property
+    def adapts_network(self) -> bool:
+        return bool(self.options.adapts == "all")
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return not self.options.first_order and (self.method or self.default_method).exact
+
+    @property
+    def dynamics(self) -> DynamicsLike:
+        return self._descent
+
+    def _descent(self, lam: Weights) -> Dynamics:
+        weights = {name: leaf for name, leaf in lam.items() if name.startswith(f"{OPTIMIZER}.")}
+        return RecurrentDescent(weights, self.move, self.begin, self.options.first_order)
+
+    @abstractmethod
+    def begin(self, w: Tensor) -> Tree:
+        """The state of the recurrent network before the first step."""
+
+    @abstractmethod
+    def move(self, lam: Weights, w: Tensor, slopes: Tensor, loss: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        """The next w and state; slopes is ∇L(w)."""
+
+
+class LearnedOptimizer(RecurrentLearner):
+    """w_t = w_{t−1} + η·m_t, (m_t, s_t) = LSTM_λ(∇L(w_{t−1}), s_{t−1}): one network for all coordinates, Φ_t(λ).
+
+    λ is the LSTM, of two layers, and the network of the features. w is by default the last layer, which begins at
+    zero; with adapts=all the network's weights are part of w too, and λ holds their start. Gradients are given to the
+    LSTM by `log_and_sign`, and are taken for constants by the hypergradient (first_order), both as in the paper. The
+    paper adds up the losses of all steps; here the objective is f_T, as for all learners.
+    """
+
+    Options: ClassVar[type[LearnerOptions]] = LearnedOptimizerOptions
+
+    def build(self) -> None:
+        super().build()
+        self.add_part(OPTIMIZER, CoordinateLSTM(self.options.hidden))
+
+    def begin(self, w: Tensor) -> Tree:
+        zero = w.new_zeros(len(w), self.options.hidden)
+        return (zero, zero), (zero, zero)
+
+    def move(self, lam: Weights, w: Tensor, slopes: Tensor, loss: Tensor, state: Tree) -> tuple[Tensor, Tree]:
+        change, state = self.part(OPTIMIZER, lam, log_and_sign(slopes, self.options.log_range), state)
+        return w + self.options.inner_lr * change, state

@@ -1,0 +1,53 @@
+"""Pretraining on all classes of meta-training at once: a stage before the bilevel problem, and the usual baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
+from bilevel.learners.class_loss import ClassLoss
+from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.streams import ImageStream, training_classes
+
+if TYPE_CHECKING:
+    from bilevel.data import ImageDataset
+
+
+class Multiclass(HyperRepresentation):
+    """λ is trained on the cross-entropy of all classes at once, on the next images of a shuffled stream.
+
+    New classes are learned as by `HyperRepresentation`: T steps from zero on the features. Validation is on episodes,
+    so that runs can be compared with those of the bilevel problem.
+    """
+
+    strategy: ClassVar[str] = "baseline"
+    episodic: ClassVar[bool] = False
+
+    @classmethod
+    def class_loss_of(cls, settings: TrainingSettings, data: ImageDataset) -> ClassLoss | None:
+        return ClassLoss(training_classes(settings, data), settings.classifier, settings.label_smoothing)
+
+    @classmethod
+    def stream(cls, settings: TrainingSettings, data: ImageDataset) -> ImageStream:
+        return ImageStream(settings, data)
+
+    def hypergradient(self, episodes: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of labelled images of all classes, and its gradient."""
+        device = next(iter(self.lam.values())).device
+        images, labels = (x.to(device) for x in episodes)
+        lam = {name: leaf.detach().requires_grad_() for name, leaf in self.lam.items()}
+        with torch.enable_grad():
+            features = self.representation.here().together(lam, images)[:, :-1]
+            loss = self.loss(lam, features, labels)
+            # A cosine classifier does not see the length of normalised features, for example.
+            grads = torch.autograd.grad(loss, list(lam.values()), allow_unused=True, materialize_grads=True)
+        return loss.detach(), dict(zip(lam, grads, strict=True))
+
+    def loss(self, lam: Mapping[str, Tensor], features: Tensor, labels: Tensor) -> Tensor:
+        """The cross-entropy of all classes."""
+        assert self.class_loss is not None
+        return self.class_loss(lam, features, labels)

@@ -1,0 +1,14 @@
+"""The nearest class mean of raw pixels: the baseline that every learner has to pass."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bilevel.learners.base import LearnerOptions
+from bilevel.learners.catalogue.nearest_centroid import NearestCentroid
+
+
+class Pixels(NearestCentroid):
+    """score(x, c) = −‖x − μ_c‖² on the images themselves; λ is empty."""
+
+    Options: ClassVar[type[LearnerOptions]] = LearnerOptions

@@ -1,0 +1,24 @@
+"""Prototypical networks (Snell, Swersky and Zemel, 2017): the nearest class mean in a learned space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from bilevel.learners.scoring_learner import Episode, ScoringLearner, class_means, squared_distances
+
+
+class Prototypical(ScoringLearner):
+    """score(x, c) = −‖h_λ(x) − μ_c‖², μ_c the mean of h_λ over the support images of class c.
+
+    There is no inner problem: μ_c is the minimiser of the mean squared distance to the features of class c, so this is
+    the bilevel problem whose inner solution is known.
+    """
+
+    strategy: ClassVar[str] = "metric"
+
+    def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
+        known, asked = self.represent(lam, episode)
+        return squared_distances(asked, class_means(known, episode.labels, episode.ways)).neg()

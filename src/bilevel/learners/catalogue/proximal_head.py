@@ -1,0 +1,81 @@
+"""A sparse linear classifier: least squares with an L1 penalty, which chooses among the features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bilevel.dynamics.fista import FISTA
+from bilevel.dynamics.penalties import L1
+from bilevel.engine.method import Method
+from bilevel.learners.base import LearnerOptions
+from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, SolvedHead, of_unit_curvature, row_weights
+from bilevel.methods.linear_models.active_set import ActiveSet
+from bilevel.structures.least_squares import LeastSquares
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProximalHeadOptions(HeadOptions):
+    """The settings of `ProximalHead`.
+
+    Args:
+        penalty: ρ, the strength of the L1 penalty at the start of training.
+        l2: the strength of the squared penalty, which makes L strongly convex.
+    """
+
+    scale: float = 10.0
+    penalty: float = 0.001
+    l2: float = 0.01
+
+
+class ProximalHead(SolvedHead):
+    """w_λ = argmin of 1/(2n) ‖Φw − Y‖² + l2/2 ‖w‖² + ρ‖w‖₁, a sparse regression of one-hot labels; logits s·φᵀw.
+
+    w_λ is the limit of the proximal steps w ← prox(w − ∇L(w)) of `FISTA`. `ActiveSet` finds it from its signs and
+    differentiates at it. ρ and the scale s are part of λ; l2 is a setting.
+
+    Open choices: the features of every episode are scaled to λ_max(ΦᵀΦ) = n, so that one step size converges and ρ
+    means the same on all of them. The bias is penalised too. Where classes have different numbers of images, the
+    squared errors are weighted such that every class counts the same.
+    """
+
+    Options: ClassVar[type[LearnerOptions]] = ProximalHeadOptions
+
+    def prepared(self, lam: Leaves, support: Tensor, queries: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
+        return of_unit_curvature(support, queries, row_weights(labels, ways))
+
+    def batch(self, lam: Leaves, support: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
+        share = row_weights(labels, ways)[..., None] / labels.shape[1]
+        targets = F.one_hot(labels, ways).double()
+        return torch.bmm(support.mT, support * share), torch.bmm(targets.mT, support * share)
+
+    def inner(self, ways: int) -> LeastSquares:
+        return LeastSquares(partial(_same_for_all, self.options.l2, self.features))
+
+    def start(self, lam: Leaves, episodes: int, ways: int, examples: int) -> Tensor:
+        return lam[PENALTY].double().new_zeros(episodes, ways, self.features)
+
+    def classifier(self, w: Tensor, lam: Leaves, support: Tensor, labels: Tensor) -> Tensor:
+        return w.mT
+
+    @property
+    def dynamics(self) -> Callable[[Leaves], FISTA]:
+        return partial(_proximal, self.options.l2)
+
+    def best_method(self, unknowns: int) -> Method:
+        return ActiveSet()
+
+
+def _same_for_all(l2: float, features: int, lam: Any) -> Tensor:
+    """The squared penalty of every feature."""
+    return lam[PENALTY].new_full((features,), l2).double()
+
+
+def _proximal(l2: float, lam: Leaves) -> FISTA:
+    return FISTA(1 / (1 + l2), L1(lam[PENALTY].double().exp()))

@@ -1,0 +1,123 @@
+"""How good a learner is: accuracy over many episodes, with its 95 % interval, for every number of inner steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from bilevel.distributed import World
+from bilevel.errors import BilevelError
+from bilevel.problem import Task
+from bilevel.tasks.episodes import Episodes
+from bilevel.training.stopping import Interrupted, StopRequest
+
+if TYPE_CHECKING:
+    from bilevel.learners.base import Learner
+
+# Episodes drawn and classified at a time; it bounds memory and does not change the result.
+GROUP = 20
+
+
+class Judgeable(Protocol):
+    """What can be judged: it takes stacked episodes and says how often it is right after 1…steps inner steps."""
+
+    def accuracies(self, episodes: Task, steps: int) -> Tensor:
+        """Episodes × steps, or episodes × 1 where a learner takes no steps."""
+
+
+@dataclass(frozen=True)
+class AfterAllSteps:
+    """A learner that is judged after all its inner steps only, which is less work than after each of them."""
+
+    learner: Learner
+    has_steps = False
+
+    def accuracies(self, episodes: Task, steps: int) -> Tensor:
+        return self.learner.accuracies(episodes, only_last=True)
+
+
+@dataclass(frozen=True)
+class EpisodeScore:
+    """Mean accuracy after every number of steps 1…T, and the half-width of its 95 % interval, 1.96·std/√episodes.
+
+    `per_episode` has the accuracies themselves, episodes × steps.
+    """
+
+    means: tuple[float, ...]
+    intervals: tuple[float, ...]
+    episodes: int
+    per_episode: Tensor = field(default_factory=lambda: torch.empty(0, 0), repr=False, compare=False)
+
+    @property
+    def best_steps(self) -> int:
+        """The number of steps with the highest mean; the smallest of equals."""
+        return 1 + max(range(len(self.means)), key=lambda i: (self.means[i], -i))
+
+
+def judge(
+    learner: Judgeable,
+    episodes: Episodes,
+    count: int,
+    steps: int,
+    world: World | None = None,
+    report: Callable[[int], None] = lambda done: None,
+    stop: StopRequest | bool = False,
+) -> EpisodeScore:
+    """Accuracies on episodes 0…count − 1 of the stream; `Interrupted` if a process is asked to stop."""
+    if count < 2:
+        raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
+    world = world or World()
+    steps = steps if getattr(learner, "has_steps", True) else 1
+    table = torch.zeros(count, steps, dtype=torch.float64)
+    done = 0
+    for group in world.share(_groups(count)):
+        if stop:
+            break
+        table[group.start : group.stop] = learner.accuracies(episodes.batch(group), steps)
+        done += len(group)
+        report(min(done * world.size, count))
+    if world.any(bool(stop)):
+        raise Interrupted
+    world.sum(table)
+    means, deviations = table.mean(0), table.std(0)
+    return EpisodeScore(tuple(means.tolist()), tuple((1.96 * deviations / count**0.5).tolist()), count, table)
+
+
+@dataclass(frozen=True)
+class Final:
+    """Scores on meta-validation for every T, the T that was best there, and the score on meta-test with it."""
+
+    validation: EpisodeScore
+    steps: int
+    test: EpisodeScore
+
+    @property
+    def accuracy(self) -> float:
+        return self.test.means[-1]
+
+    @property
+    def interval(self) -> float:
+        return self.test.intervals[-1]
+
+
+def choose_and_test(
+    learner: Judgeable,
+    val: Episodes,
+    test: Episodes,
+    count: int,
+    tried: range,
+    report: Callable[[int], None] = lambda done: None,
+) -> Final:
+    """Choose T among `tried` on meta-validation; meta-test is looked at once, with that T. 2·count episodes in all."""
+    tried = tried if getattr(learner, "has_steps", True) else range(1, 2)
+    validation = judge(learner, val, count, tried[-1], report=report)
+    steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
+    return Final(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
+
+
+def _groups(count: int) -> Sequence[range]:
+    return [range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]

@@ -1,0 +1,308 @@
+"""Training a few-shot learner: an outer optimiser moves λ along the learner's hypergradients, as a resumable job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bilevel import learners
+from bilevel.data import ImageDataset
+from bilevel.distributed import World
+from bilevel.errors import BilevelError, DivergenceError
+from bilevel.learners import library
+from bilevel.learners.base import Learner
+from bilevel.learners.evaluation import GROUP, AfterAllSteps, judge
+from bilevel.learners.representation import CENTRE
+from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
+from bilevel.learners.stages import continued
+from bilevel.learners.streams import episodes
+from bilevel.tasks.augmentation import ImageAugmentation
+from bilevel.thread_pool import one_thread
+from bilevel.training.folder import RunFolder
+from bilevel.training.stopping import Interrupted, StopRequest
+
+RUNNING_MOMENTUM = 0.1
+# Weights of networks that learn stay far below this size.
+DIVERGED = 1e6
+
+
+def new_learner(settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Any:
+    """The learner that the settings name, with fresh weights; or with a module of one's own."""
+    kind = learners.get(settings.learner)
+    check_settings(kind, settings)
+    height, width, _ = data.shape
+    try:
+        return kind.for_training(settings, data, module)
+    except RuntimeError as error:  # what torch says of a picture that pooling has used up
+        raise BilevelError(
+            f"The network {settings.network} does not take images of {width}×{height} pixels ({error}). Choose another "
+            "network or image_size."
+        ) from error
+
+
+def check_settings(kind: type[Learner], settings: TrainingSettings) -> None:
+    """Refuse settings that this learner would ignore."""
+    used = {f.name for f in fields(kind.Options)} | set(kind.also_uses)
+    usual = TrainingSettings()
+    ignored = [name for name in LEARNER_FIELDS - used if getattr(settings, name) != getattr(usual, name)]
+    if ignored:
+        said = ", ".join(f"{name}={getattr(settings, name)}" for name in sorted(ignored))
+        raise BilevelError(f"{kind.name} does not use {said}; {kind.describe_options()}.")
+
+
+class FewShotTraining:
+    """The job of `bilevel train`: λ moves along the mean over the meta-batch of ∇f_T, by Adam or SGD, k = 1, 2, …
+
+    Args:
+        settings: what to do.
+        data: where the episodes come from.
+        world: the processes that share every meta-batch; the result is the same, bit for bit, for any number.
+        folder: the run's own, if it has one: `settings.initial` may be relative to it. Where it holds a checkpoint, the
+            weights come from there, and those that the run began with are not looked for.
+        learner: the learner to train; by default a new one of the name in the settings.
+    """
+
+    def __init__(
+        self,
+        settings: TrainingSettings,
+        data: ImageDataset,
+        world: World | None = None,
+        folder: Path | None = None,
+        learner: Any = None,
+    ) -> None:
+        self.settings, self.data, self.world = settings, data, world or World()
+        self.learner = (self._new_learner() if learner is None else learner).to(self.world.device)
+        if not self.learner.trains:  # one validation
+            self.settings = replace(settings, iterations=0)
+        self.stream, self.val = self.learner.stream(settings, data), episodes(settings, data, "val")
+        for ways, shots in [*self.stream.shapes(), (settings.ways, settings.shots)]:
+            self.learner.check_episode(ways, shots)
+        if settings.initial and (folder is None or not RunFolder(folder).checkpoints.files()):
+            continued(self.learner, settings, library.find(settings.initial, near=folder))
+        if CENTRE in self.learner.lam and not bool(self.learner.lam[CENTRE].any()):
+            self.learner.centre(self._sample())
+        self.optimizer = self._new_optimizer()
+        self.mean = {name: value.clone() for name, value in self.learner.lam.items()} if settings.average else {}
+
+    def _new_learner(self) -> Any:
+        return new_learner(self.settings, self.data)
+
+    def _sample(self, count: int = 256) -> Tensor:
+        """Images of meta-training, the same at every start, to centre features on."""
+        rows = np.flatnonzero(np.isin(self.data.labels, self.data.splits["train"]))
+        chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
+        return ImageAugmentation()(torch.from_numpy(self.data.images[chosen]), 0, 0).to(self.world.device)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        settings, leaves = self.settings, self.learner.lam.values()
+        # Shifts, centres and temperatures are not pulled to zero.
+        groups = [
+            {"params": [leaf for leaf in leaves if leaf.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": [leaf for leaf in leaves if leaf.ndim <= 1], "weight_decay": 0.0},
+        ]
+        if settings.optimizer == "sgd":
+            nesterov = settings.momentum > 0
+            return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov)
+        kind = torch.optim.AdamW if settings.weight_decay else torch.optim.Adam
+        return kind(groups, lr=settings.lr)
+
+    # ------------------------------------------------------------------------------------------- the job
+
+    def step(self, iteration: int, stop: StopRequest | bool = False) -> tuple[dict[str, float], bool]:
+        began, processor = time.perf_counter(), time.process_time()
+        groups = self._groups(iteration)
+        mine = self.world.share(groups)
+        total, count = (
+            self._flat(torch.zeros(()), self.learner.lam, self.learner.running()).zero_(),
+            sum(map(len, groups)),
+        )
+        cut = False
+
+        def until_stopped(sums: Iterator[Tensor]) -> Iterator[Tensor]:
+            nonlocal cut
+            for _ in mine:
+                cut = cut or bool(stop)
+                # Zeros instead of nothing, so that other processes do not wait; the sum is then not used.
+                yield torch.zeros_like(total) if cut else next(sums)
+
+        # Group by group and in their order, so that the sum does not depend on who computed which.
+        with closing(self._sums(mine)) as sums:
+            for row in self.world.gather(until_stopped(sums), len(groups), like=total):
+                total += row
+        if self.world.any(cut):
+            raise Interrupted
+        self._update(total / count, iteration)
+        numbers = {
+            "loss": float(total[0]) / count,
+            "images_per_second": self.stream.images(iteration) / (time.perf_counter() - began),
+            "processor_seconds": time.process_time() - processor,
+        }
+        return numbers, self.world.any(bool(stop))
+
+    def _groups(self, iteration: int) -> list[range]:
+        """The places in the stream of a hyperiteration, in groups that are computed together."""
+        return self.stream.groups(iteration, self.learner.chunk)
+
+    def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
+        return self.learner.representation.each(self._sum, groups)
+
+    def _sum(self, group: range) -> Tensor:
+        """f_T, ∇f_T and the statistics that batch norm's running averages are made of, added up, in one vector."""
+        with self._diverging(), self.learner.watching() as seen:
+            value, grads = self.learner.hypergradient(self.stream.draw(group))
+        return self._flat(value, grads, seen()) * len(group)
+
+    @contextmanager
+    def _diverging(self) -> Iterator[None]:
+        """An error that comes from a λ without bounds is called divergence, whatever operation noticed it."""
+        try:
+            yield
+        except (BilevelError, RuntimeError) as error:
+            largest = max(
+                (float(leaf.abs().max().nan_to_num(torch.inf)) for leaf in self.learner.lam.values()), default=0
+            )
+            if largest < DIVERGED:
+                raise
+            raise DivergenceError(
+                f"The training diverged: λ has grown to {largest:.1e}. Pass a smaller lr than {self.settings.lr:g}, or "
+                f"a clip. ({error})"
+            ) from error
+
+    def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
+        leaves = list(grads.values())
+        return torch.cat([x.to(leaves[0]).reshape(-1) for x in (value, *leaves, *statistics)])
+
+    def _update(self, mean: Tensor, iteration: int) -> None:
+        settings, lam, running = self.settings, self.learner.lam, self.learner.running()
+        targets = [*lam.values(), *running]
+        parts = mean[1:].split_with_sizes([x.numel() for x in targets])
+        grads = [part.view(x.shape) for part, x in zip(parts, targets, strict=True)]
+        for leaf in lam.values():
+            grad = grads.pop(0)
+            leaf.grad = grad.clamp(-settings.clip, settings.clip) if settings.clip else grad
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.rate(iteration)
+        self.optimizer.step()
+        for average, now in zip(running, grads, strict=True):
+            average.lerp_(now, RUNNING_MOMENTUM)
+        if settings.average:
+            # Young averages are plain means, so that the random start is forgotten.
+            factor = min(settings.average, iteration / (iteration + 9))
+            for name, leaf in self.learner.lam.items():
+                self.mean[name].lerp_(leaf, 1 - factor)
+
+    def validate(self, iteration: int, stop: StopRequest | bool = False) -> dict[str, float]:
+        with self._diverging(), self.learner.at(self.weights()):
+            count = self.settings.validation_episodes
+            score = judge(AfterAllSteps(self.learner), self.val, count, 1, self.world, stop=stop)
+        return {"score": score.means[-1], "interval": score.intervals[-1]}
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"lam/{name}": value for name, value in self.learner.lam.items()}
+        tensors |= {f"running/{i}": value for i, value in enumerate(self.learner.running())}
+        tensors |= {f"mean/{name}": value for name, value in self.mean.items()}
+        for name, leaf in self.learner.lam.items():
+            for key, value in self.optimizer.state[leaf].items():
+                if value is not None:
+                    tensors[f"{self.settings.optimizer}/{key}/{name}"] = value
+        return tensors
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        try:
+            for name, leaf in self.learner.lam.items():
+                leaf.copy_(state[f"lam/{name}"])
+                keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+                found = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
+                kept = {key: _like(leaf, key, value) for key, value in found.items() if value is not None}
+                if kept:
+                    self.optimizer.state[leaf] = kept
+            for i, running in enumerate(self.learner.running()):
+                running.copy_(state[f"running/{i}"])
+            for name, mean in self.mean.items():
+                mean.copy_(state[f"mean/{name}"])
+        except (KeyError, RuntimeError) as error:
+            raise BilevelError(f"The checkpoint does not fit the settings: {error}.") from error
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.learner.with_running(self.mean or self.learner.lam)
+
+    # ------------------------------------------------------------------------------------------- how long
+
+    def estimate(self) -> Estimate:
+        """Time and memory, measured on one group of episodes; nothing is learned from it."""
+        settings, groups = self.settings, self._groups(1) if self.learner.trains else []
+        looked = self.val.batch(range(self.learner.chunk))
+        kept: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        parallel = self.world.size * (1 if self.learner.representation.alone() else torch.get_num_threads())
+        with one_thread() if parallel > self.world.size else nullcontext():
+            step = 0.0
+            if groups:
+                with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+                    self._sum(groups[0])
+                step = _seconds(lambda: self._sum(groups[0])) * ceil(len(groups) / parallel)
+            look = _seconds(lambda: self.learner.accuracies(looked, only_last=True)) / self.learner.chunk
+        weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
+        copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, its gradient, Adam's; what is gathered
+        images = GROUP * (looked.train[0].nbytes + looked.val[0].nbytes) // self.learner.chunk
+        return Estimate(
+            seconds=step,
+            validation_seconds=look * settings.validation_episodes / parallel,
+            # Going back needs about as much as was kept on the way, and episodes are cut from a copy of their images.
+            bytes=2 * sum(kept.values()) * (parallel // self.world.size) + copies * weights + 2 * images,
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will need: seconds for a hyperiteration and a validation, and bytes beyond what torch itself takes."""
+
+    seconds: float
+    validation_seconds: float
+    bytes: int
+
+    def total(self, iterations: int, validate_every: int) -> float:
+        """Seconds for so many hyperiterations, with the validations before, between and after them."""
+        return self.seconds * iterations + self.validation_seconds * (1 + ceil(iterations / validate_every))
+
+    def describe(self, iterations: int, validate_every: int) -> str:
+        return (
+            f"about {self.seconds:.2f} s a hyperiteration and {self.validation_seconds:.1f} s a validation, "
+            f"{duration(self.total(iterations, validate_every))} for {iterations:,} hyperiterations, and "
+            f"{self.bytes / 1e6:,.0f} MB of memory beyond torch's own"
+        )
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def duration(seconds: float) -> str:
+    """A time that people can read.
+
+    >>> duration(90), duration(9000), duration(7)
+    ('1.5 minutes', '2.5 hours', '7 seconds')
+    """
+    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _like(leaf: Tensor, key: str, value: Tensor) -> Tensor:
+    return value.clone() if key == "step" else torch.empty_like(leaf).copy_(value)

@@ -1,0 +1,172 @@
+"""What the methods for linear models share: they differentiate ∇L(w_λ, λ) = 0 at the minimiser w_λ itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.method import Hypergradient, Method, Part
+from bilevel.engine.process import Gradients, Process, accumulate
+from bilevel.errors import BilevelError
+from bilevel.structures.held_out import DeclaredOuter, HeldOut
+from bilevel.structures.leave_one_out import LeaveOneOut, LeaveOneOutSlopes
+from bilevel.structures.penalties import FunctionOfLam
+
+# Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × right sides × size.
+Solver: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MinimiserMethod(Method):
+    """∇f = ∇_λ E − ⟨q, ∂_λ ∇L⟩ with ∇²L q = ∇_w E at w_λ, for an inner objective whose structure is known.
+
+    The minimiser is computed from the data. The T steps are not run, so value and gradient are those of the limit f, as
+    with `Implicit(newton=…)`; the run's start is where iterative methods begin.
+    """
+
+    exact: ClassVar[bool] = False
+    sees_dynamics: ClassVar[bool] = False
+
+    def __call__(self, process: Process) -> Hypergradient:
+        with torch.no_grad():
+            return self.at_minimiser(process)
+
+    @abstractmethod
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        """The hypergradient of a process that has passed the checks; called under `torch.no_grad`."""
+
+    def sees(self, process: Process) -> frozenset[Part]:
+        return frozenset({"the inner objective", "the outer objective"})
+
+    def check(self, process: Process) -> None:
+        name, wanted, bound = type(self).__name__, self.structure, process.bound
+        assert wanted is not None
+        if not isinstance(process.problem.inner, wanted):
+            raise BilevelError(
+                f"{name} is for problems whose `inner` is a bilevel.structures.{wanted.__name__}; this one is another "
+                f"function. Use Implicit(), or write inner={wanted.__name__}(…)."
+            )
+        if callable(bound.task.train):
+            raise BilevelError(f"{name} needs one batch for all steps; task.train is a function. Use Reverse().")
+        self.check_dynamics(process)
+
+    def kind_of_data(self, process: Process) -> Hashable:
+        """Functions that this package differentiates by hand are the same for all sizes of the data."""
+        inner, outer = process.problem.inner, process.problem.outer
+        by_hand = isinstance(outer, DeclaredOuter) and isinstance(outer.extra, FunctionOfLam)
+        if process.encoded or not by_hand or not isinstance(getattr(inner, "penalty", None), FunctionOfLam):
+            return super().kind_of_data(process)
+        task = process.bound.task
+        data = (process.start, *process.variables, *task.train, *task.val)
+        return tuple((type(x), getattr(x, "ndim", None), getattr(x, "dtype", None)) for x in data)
+
+    def check_dynamics(self, process: Process) -> None:
+        """Refuse a dynamics whose limit is not known to be the minimiser of the inner objective."""
+        t = max(process.times.stop - 1, 1)
+        if process.bound.dynamics.heavy_ball_form(t) is None:
+            raise BilevelError(
+                f"{type(self).__name__} differentiates at the minimiser of the inner objective, which is the limit of "
+                f"gradient descent and of heavy ball, but perhaps not of {process.bound.dynamics}. Use Implicit(), or "
+                "pass dynamics=GradientDescent(lr)."
+            )
+
+    def outer_slope(self, process: Process, w: Tensor) -> tuple[Tensor, Tensor, Gradients | None]:
+        """E, ∇_w E and ∇_λ E at w. A declared outer objective leaves the part in λ, as None, to `combined`."""
+        outer = process.problem.outer
+        if isinstance(outer, HeldOut) and not process.encoded:
+            return *outer.loss_and_slope(w, process.bound.task.val), None
+        value, (slope,), direct, _ = process.outer_gradients((w, ()))
+        return value, torch.zeros_like(w) if slope is None else slope, direct
+
+    def combined(
+        self,
+        process: Process,
+        w: Tensor,
+        q: Tensor,
+        value: Tensor,
+        direct: Gradients | None,
+        beside: Tensor | None = None,
+        kept: Any = None,
+        penalty_slope: Tensor | None = None,
+        more: Sequence[tuple[FunctionOfLam, Tensor]] = (),
+        **stats: Any,
+    ) -> Hypergradient:
+        """The hypergradient from the adjoint q.
+
+        Args:
+            value: E, and
+            direct: ∇_λ E, both as `outer_slope` gave them.
+            beside: what the condition at w_λ has beside ∇L.
+            kept: what the next hypergradient may begin with; q by default.
+            penalty_slope: the derivative of E in the penalties α at which w is the minimiser; −⟨q, ∂α w⟩ by default.
+            more: other functions of λ at which w is the minimiser, with the derivative of E in their values.
+        """
+        inner: Any = process.problem.inner
+        outer, bound = process.problem.outer, process.bound
+        gradients: Gradients = [None] * len(process.variables) if direct is None else list(direct)
+        # Functions of λ, what their derivatives are multiplied with, and their data.
+        parts: list[tuple[Any, Any, tuple[Any, ...]]] = [(function, v, ()) for function, v in more]
+        terms: list[Tensor] = []
+        if direct is None:
+            assert isinstance(outer, DeclaredOuter)
+            parts.append((outer.extra, 1.0, (bound.task.val[-1],)))
+        if not process.encoded and hasattr(inner, "penalty"):
+            # Only the penalties depend on λ, unless `encode` computes the data from it. Intercepts are not penalised.
+            if penalty_slope is None:
+                product = (q * w).sum((0, 1)).neg_()
+                penalty_slope = product[:-1] if inner.intercept else product
+            parts.append((inner.penalty, penalty_slope, ()))
+        for function, v, data in parts:
+            if isinstance(function, FunctionOfLam):
+                found, pullback = function.linearised(bound.lam, *data)
+                gradients[0] = accumulate(gradients[0], pullback(v))
+            else:
+                with torch.enable_grad():
+                    found = function(bound.lam, *data)
+                    terms.append((v * found).sum())
+            if data:
+                value = value + found.detach()
+        with torch.enable_grad():
+            if process.encoded:
+                terms.append(-(q * inner.slope(w, bound.lam, bound.task.train)).sum())
+            if beside is not None:
+                terms.append(-(q * beside).sum())
+            total = sum(terms) if terms else None
+        if isinstance(total, Tensor) and total.requires_grad:
+            through = torch.autograd.grad(total, process.variables, allow_unused=True, retain_graph=True)
+            gradients = [accumulate(one, two) for one, two in zip(gradients, through, strict=True)]
+        known = {"adjoint": q if kept is None else kept}
+        return self.result(process, value, (w, ()), gradients, continues=False, extra=known, **stats)
+
+    def left_out(self, process: Process, found: LeaveOneOutSlopes, alpha: Tensor, **stats: Any) -> Hypergradient:
+        """The hypergradient of an outer objective that is a `LeaveOneOut`."""
+        w, q = found.w[None], found.adjoint[None]
+        return self.combined(process, w, q, found.value, None, penalty_slope=found.in_penalty(alpha), **stats)
+
+
+def by_leave_one_out(process: Process) -> bool:
+    """Whether the outer objective is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
+    inner, outer, encoded = process.problem.inner, process.problem.outer, process.encoded
+    return isinstance(outer, LeaveOneOut) and outer.penalty is getattr(inner, "penalty", None) and not encoded
+
+
+def started(process: Process) -> Tensor:
+    """Where an iterative method begins."""
+    return process.bound.start()[0].detach()
+
+
+def cholesky_solver(matrices: Tensor) -> Solver:
+    """A function that solves A_k x_k = b_k for every k, with b and x of the shape folds × right sides × size.
+
+    The least-norm solution is taken where penalties at the rounding level of A leave it singular.
+    """
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    if not bool(failed.any()):
+        return lambda right: torch.cholesky_solve(right.mT, factors).mT
+    inverses = torch.linalg.pinv(matrices, hermitian=True)
+    return lambda right: right @ inverses

@@ -1,0 +1,111 @@
+"""Penalised least squares by its kernel equations, for tables with more features than rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process
+from bilevel.errors import BilevelError
+from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, by_leave_one_out, cholesky_solver
+from bilevel.structures.leave_one_out import LeaveOneOutSlopes
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import SquaredError
+from bilevel.structures.rows import feature_sums, row_kernel, row_scores
+
+
+@dataclass(frozen=True)
+class KernelEquations(MinimiserMethod):
+    """w_k = u_k X diag(1/α) with a system of rows × rows, for `LinearModels` with squared errors.
+
+    With S the weights of fold k, X_c the rows about their mean (where there is an intercept) and
+    K = X_c diag(1/α) X_cᵀ, the system is (S⁻¹ + K) u = y − ȳ. The adjoint follows by Woodbury's identity from the same
+    Cholesky factor. Every penalty must be positive.
+    """
+
+    structure: ClassVar[type | None] = LinearModels
+
+    def check(self, process: Process) -> None:
+        super().check(process)
+        inner = process.problem.inner
+        if not isinstance(inner, LinearModels) or not isinstance(inner.loss, SquaredError):
+            raise BilevelError("KernelEquations is for squared errors only. Use NewtonLinear().")
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        inner, bound = process.problem.inner, process.bound
+        assert isinstance(inner, LinearModels)
+        X, y, weight = bound.task.train
+        equations = _Equations(X, weight, inner.penalty(bound.lam), inner.intercept)
+        if by_leave_one_out(process) and not inner.intercept and len(weight) == 1:
+            found = equations.left_out(*bound.task.val[1:4])
+            return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
+        w = equations.fit(y)
+        value, slope, direct = self.outer_slope(process, w)
+        q = equations.adjoint(slope)
+        return self.combined(process, w, q, value, direct, peak_memory=(len(weight) + 2) * equations.bytes)
+
+
+class _Equations:
+    def __init__(self, X: Any, weight: Tensor, alpha: Tensor, intercept: bool) -> None:
+        self.X, self.alpha, self.intercept = X, alpha, intercept
+        kernel = row_kernel(X, 1 / alpha)
+        self.bytes = kernel.nbytes
+        self.total = weight.sum(1)
+        self.share = weight / self.total[:, None] if intercept else torch.zeros_like(weight)
+        self.mean = feature_sums(self.share[:, None], X)
+        # The rows that each fold trains on, filled up with rows of weight zero to equal numbers.
+        count = int((weight > 0).sum(1).max())
+        self.rows = torch.argsort((weight <= 0).to(torch.int8), dim=1, stable=True)[:, :count]
+        self.root = weight.gather(1, self.rows).sqrt()
+        # Much faster than an index for each of two axes.
+        places = self.rows[:, :, None] * len(kernel) + self.rows[:, None, :]
+        block = kernel.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
+        if intercept:
+            middles = self.share @ kernel
+            offset, middle = (middles * self.share).sum(1, keepdim=True), middles.gather(1, self.rows)
+            block.sub_(middle[:, :, None]).sub_((middle - offset)[:, None, :])
+        block *= self.root[:, :, None] * self.root[:, None, :]
+        block.diagonal(dim1=1, dim2=2).add_(1)
+        self._solve = cholesky_solver(block)
+
+    def _dual(self, right: Tensor) -> Tensor:
+        """(S⁻¹ + K)⁻¹ of what every row has, folds × outputs × rows; zero for the rows that are held out."""
+        index = self.rows[:, None].expand(-1, right.shape[1], -1)
+        root = self.root[:, None]
+        found = root * self._solve(root * right.gather(2, index))
+        return torch.zeros_like(right).scatter_add_(2, index, found)
+
+    def fit(self, y: Tensor) -> Tensor:
+        mean = self.share @ y.mT
+        w = feature_sums(self._dual(y - mean[:, :, None]), self.X) / self.alpha
+        return torch.cat([w, mean[:, :, None] - w @ self.mean.mT], -1) if self.intercept else w
+
+    def adjoint(self, slope: Tensor) -> Tensor:
+        """H⁻¹ times the slope, intercepts eliminated first."""
+        if not self.intercept:
+            return self._woodbury(slope)
+        last = slope[..., -1:]
+        q = self._woodbury(slope[..., :-1] - last * self.mean)
+        return torch.cat([q, last / self.total[:, None, None] - q @ self.mean.mT], -1)
+
+    def left_out(self, y: Tensor, weight: Tensor, own: Tensor) -> LeaveOneOutSlopes:
+        """With B = I + S^½ K S^½: X A⁻¹ = S^−½ B⁻¹ S^½ X diag(1/α), and 1 − h is the diagonal of B⁻¹.
+
+        The residuals of an almost exact fit are differences of large numbers in any other form.
+        """
+        root = weight.sqrt()
+        inverse = self._solve(torch.eye(len(root), dtype=root.dtype)[None])[0]
+        smoother = root * inverse / root[:, None]
+        residuals = y @ smoother.mT
+        w = feature_sums((weight * residuals)[None], self.X)[0] / self.alpha
+        Z = feature_sums(smoother[None], self.X)[0] / self.alpha
+        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - own, weight)
+
+    def _woodbury(self, slope: Tensor) -> Tensor:
+        scaled = slope / self.alpha
+        image = row_scores(scaled, self.X) - scaled @ self.mean.mT
+        return scaled - feature_sums(self._dual(image), self.X) / self.alpha

@@ -1,0 +1,89 @@
+"""The leave-one-out loss of linear models and its hypergradient, from one factorised Hessian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process
+from bilevel.errors import BilevelError
+from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.methods.linear_models.newton_linear import PenalisedRows, factorised, minimise
+from bilevel.structures.left_out import LeftOutLoss, with_ones
+from bilevel.structures.linear_models import LinearModels
+
+
+@dataclass(frozen=True)
+class NewtonLeftOut(MinimiserMethod):
+    """Newton's method for `LinearModels` on one fold, then the gradient of a `LeftOutLoss` at the minimiser.
+
+    E depends on λ through w_λ and through the Hessian H. With the derivatives B_i of E in A_i = X_i H⁻¹ X_iᵀ and
+    M = H⁻¹ (Σ_i X_iᵀ B_i X_i) H⁻¹, the derivative of E in H is −M. In a penalty it is a diagonal entry of −M, and in
+    the curvature V_i of a row it is −X_i M X_iᵀ.
+
+    Args:
+        tol: a bound on the relative error of w.
+    """
+
+    tol: float = 1e-8
+    structure: ClassVar[type | None] = LinearModels
+
+    def check(self, process: Process) -> None:
+        super().check(process)
+        if not isinstance(process.problem.outer, LeftOutLoss) or process.encoded:
+            raise BilevelError(
+                "NewtonLeftOut is for problems whose `outer` is a bilevel.structures.LeftOutLoss, without `encode`. "
+                "Use NewtonLinear() for other outer objectives."
+            )
+        if len(process.bound.task.train[2]) != 1:
+            raise BilevelError("NewtonLeftOut needs one fold that has all rows; pass weights of shape 1 × rows.")
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        inner, outer = process.problem.inner, process.problem.outer
+        assert isinstance(inner, LinearModels) and isinstance(outer, LeftOutLoss)
+        X, y, weight, _ = process.bound.task.val
+        rows = PenalisedRows(inner, process.bound.task.train, process.bound.lam)
+        w, scores = minimise(rows, started(process), rows.cholesky, self.tol)
+        columns, (outputs, size) = with_ones(X, inner.intercept), w.shape[1:]
+        inverse = torch.cholesky_inverse(factorised(rows.hessians(scores))[0])
+        leverage = _forms(columns, inverse, outputs)
+        with torch.enable_grad():
+            free_scores, free_leverage = scores.detach().requires_grad_(), leverage.requires_grad_()
+            value = outer.loss(free_scores, free_leverage, y, weight)
+            in_scores, in_leverage = torch.autograd.grad(value, (free_scores, free_leverage))
+        spread = inverse @ _weighted_gram(columns, in_leverage) @ inverse
+        in_curvature = -_forms(columns, 0.5 * (spread + spread.mT), outputs)
+        with torch.enable_grad():
+            through = (in_curvature * outer.curvatures(free_scores, weight)).sum()
+            if through.requires_grad:
+                (more,) = torch.autograd.grad(through, free_scores)
+                in_scores = in_scores + more
+        slope = inner.transposed(in_scores, X)
+        q = (inverse @ slope.reshape(-1)).reshape(w.shape)
+        in_penalty = -(q * w).sum((0, 1)) - spread.diagonal().reshape(outputs, size).sum(0)
+        in_penalty = in_penalty[:-1] if inner.intercept else in_penalty
+        memory = 4 * inverse.nbytes + 2 * columns.nbytes
+        return self.combined(process, w, q, value.detach(), None, penalty_slope=in_penalty, peak_memory=memory)
+
+
+def _forms(columns: Tensor, matrix: Tensor, outputs: int) -> Tensor:
+    """X_i matrix X_iᵀ for every row i, of shape rows × outputs × outputs; the matrix is symmetric."""
+    size = columns.shape[1]
+    found = columns.new_empty(len(columns), outputs, outputs)
+    for a in range(outputs):
+        for b in range(a, outputs):
+            block = matrix[a * size : (a + 1) * size, b * size : (b + 1) * size]
+            found[:, a, b] = found[:, b, a] = ((columns @ block) * columns).sum(1)
+    return found
+
+
+def _weighted_gram(columns: Tensor, factors: Tensor) -> Tensor:
+    """Σ_i X_iᵀ B_i X_i for the symmetric part of every B_i of `factors`."""
+    outputs = factors.shape[1]
+    factors = 0.5 * (factors + factors.mT)
+    blocks = [[columns.mT @ (factors[:, a, b, None] * columns) for b in range(outputs)] for a in range(outputs)]
+    return torch.cat([torch.cat(row, 1) for row in blocks])

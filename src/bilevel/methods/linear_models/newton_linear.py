@@ -1,0 +1,219 @@
+"""Linear models with a smooth loss by Newton's method on all folds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process
+from bilevel.errors import BilevelError
+from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.structures.linear_models import LinearModels, RowBatch
+from bilevel.trees import Tree
+
+NEWTON_STEPS = 50
+# Floating-point operations for one round of Hessians up to which they are built.
+LARGEST = 3e7
+
+# Solves H_k x_k = b_k for all folds, to a relative accuracy, from a start.
+Solve: TypeAlias = Callable[[Tensor, float, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class NewtonLinear(MinimiserMethod):
+    """Newton's method with a line search for `LinearModels`, then q_k = ∇E_k H_k⁻¹ with the Hessian at the minimiser.
+
+    Args:
+        tol: the relative residual of the adjoint q, where it is computed by conjugate gradients, and a bound on the
+            relative error of w, which is much smaller by the quadratic convergence of Newton's method.
+        dense: True solves with Cholesky factors of the folds' Hessians, False with conjugate gradients, which need only
+            products with X. None chooses what is faster for the size.
+    """
+
+    tol: float = 1e-8
+    dense: bool | None = None
+    structure: ClassVar[type | None] = LinearModels
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        w = started(process)
+        rows = PenalisedRows(process.problem.inner, process.bound.task.train, process.bound.lam)
+        dense = hessians_are_small(rows.X.shape[0], w.shape) if self.dense is None else self.dense
+        solver = rows.cholesky if dense else rows.conjugate_gradients
+        w, scores = minimise(rows, w, solver, self.tol)
+        value, slope, direct = self.outer_slope(process, w)
+        q = solver(scores)(slope, self.tol, process.adjoint)
+        return self.combined(process, w, q, value, direct, peak_memory=4 * w.nbytes + scores.nbytes)
+
+
+class PenalisedRows:
+    """A `LinearModels` objective at one λ."""
+
+    def __init__(self, model: Any, batch: RowBatch, lam: Tree) -> None:
+        self.model = model
+        self.X, self.y, self.weight = batch
+        self.alpha = model.penalties(lam).detach()
+
+    def scores(self, w: Tensor) -> Tensor:
+        return self.model.scores(w, self.X)
+
+    def values(self, w: Tensor, scores: Tensor) -> Tensor:
+        """L of every fold."""
+        penalty = 0.5 * (w * self.model.pulled(w, self.alpha)).sum((1, 2))
+        return (self.weight * self.model.loss.values(scores, self.y)).sum(1) + penalty
+
+    def slope(self, w: Tensor, scores: Tensor) -> Tensor:
+        pulls = self.weight[:, None] * self.model.loss.slopes(scores, self.y)
+        return self.model.transposed(pulls, self.X) + self.model.pulled(w, self.alpha)
+
+    def cholesky(self, scores: Tensor) -> Solve:
+        factors = factorised(self.hessians(scores))
+        return lambda right, tol, start: solved(factors, right)
+
+    def hessians(self, scores: Tensor) -> Tensor:
+        """One matrix for every fold, over coefficients in the order (output, feature)."""
+        X = self._columns
+        folds, outputs, rows = scores.shape
+        blocks = []
+        for a in range(outputs):
+            unit = scores.new_zeros(outputs, 1)
+            unit[a] = 1
+            curvature = self.weight[:, None] * self.model.loss.hessian_times(scores, unit.expand_as(scores))
+            # One product for all folds and outputs.
+            columns = (X[:, None] * curvature.reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
+            blocks.append((X.mT @ columns).reshape(-1, folds, outputs, X.shape[1]))
+        matrices = torch.stack(blocks).permute(2, 0, 1, 3, 4).reshape(folds, outputs * X.shape[1], -1)
+        return self.penalised(matrices)
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """X with a column of ones for the intercept."""
+        X = self.X if isinstance(self.X, Tensor) else torch.from_numpy(self.X.toarray())
+        return torch.cat([X, X.new_ones(len(X), 1)], 1) if self.model.intercept else X
+
+    @cached_property
+    def _diagonal(self) -> Tensor:
+        """The diagonal of the Hessians without penalties, if every row had the largest curvature of the loss."""
+        squares = self.X.square() if isinstance(self.X, Tensor) else self.X.multiply(self.X).tocsr()
+        return self.model.loss.steepest * self.model.transposed(self.weight[:, None], squares)
+
+    def penalised(self, matrices: Tensor) -> Tensor:
+        """The matrices with the curvature of the penalties added in place."""
+        size = len(self.alpha)
+        outputs = matrices.shape[-1] // size
+        matrices.diagonal(dim1=1, dim2=2).add_(self.alpha.repeat(outputs))
+        if self.model.intercept and self.model.loss.only_differences and outputs > 1:
+            matrices[:, size - 1 :: size, size - 1 :: size] += 1
+        return matrices
+
+    def conjugate_gradients(self, scores: Tensor, precondition: Callable[[Tensor], Tensor] | None = None) -> Solve:
+        """Each fold has its own recurrence, and a product with X serves all of them."""
+        precondition = precondition or self._by_diagonal(scores.shape[1])
+
+        def times(v: Tensor) -> Tensor:
+            bent = self.weight[:, None] * self.model.loss.hessian_times(scores, self.scores(v))
+            return self.model.transposed(bent, self.X) + self.model.pulled(v, self.alpha)
+
+        def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
+            x = torch.zeros_like(right) if start is None else start.clone()
+            residual = right - times(x) if start is not None else right.clone()
+            target = tol * _norms(right)
+            direction = preconditioned = precondition(residual)
+            slope = (residual * preconditioned).sum((1, 2))
+            for _ in range(1000):
+                if bool((_norms(residual) <= target).all()):
+                    break
+                image = times(direction)
+                length = slope / (direction * image).sum((1, 2)).clamp(min=1e-300)
+                x = x + length[:, None, None] * direction
+                residual = residual - length[:, None, None] * image
+                preconditioned = precondition(residual)
+                before, slope = slope, (residual * preconditioned).sum((1, 2))
+                direction = preconditioned + (slope / before.clamp(min=1e-300))[:, None, None] * direction
+            return x
+
+        return solve
+
+    def _by_diagonal(self, outputs: int) -> Callable[[Tensor], Tensor]:
+        size = self._diagonal + self.alpha + float(self.model.loss.only_differences and outputs > 1)
+        return lambda residual: residual / size
+
+
+def minimise(
+    rows: PenalisedRows, w: Tensor, solver: Callable[[Tensor], Solve], tol: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The folds' minimisers from w, and the scores there."""
+    scores = rows.scores(w)
+    value = rows.values(w, scores)
+    done = torch.zeros(len(w), dtype=torch.bool)
+    for _ in range(NEWTON_STEPS):
+        slope = rows.slope(w, scores)
+        step = solver(scores)(slope, 1e-4, None)
+        promised, moved = (slope * step).sum((1, 2)), rows.scores(step)
+        # Convergence is quadratic by now: the step of such a fold is its last.
+        near = promised <= max(1e-13, 0.01 * tol**2) * value.abs()
+        size, value = _line_search(rows, (w, scores), (step, moved), value, promised, near)
+        size = size.masked_fill(done, 0)[:, None, None]
+        w, scores = w - size * step, scores - size * moved
+        done |= near | (size[:, 0, 0] == 0)
+        if bool(done.all()):
+            break
+    return w, scores
+
+
+def _line_search(
+    rows: PenalisedRows,
+    point: tuple[Tensor, Tensor],
+    step: tuple[Tensor, Tensor],
+    value: Tensor,
+    promised: Tensor,
+    near: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """How much of its step each fold takes, and L there: halved until L falls enough, if the fold is not near."""
+    size = torch.ones_like(value)
+    for _ in range(30):
+        factor = size[:, None, None]
+        there = rows.values(point[0] - factor * step[0], point[1] - factor * step[1])
+        short = ~(there <= value - 1e-4 * size * promised) & ~near
+        if not bool(short.any()):
+            return size, there
+        size = torch.where(short, size / 2, size)
+    return size.masked_fill(short, 0), torch.where(short, value, there)
+
+
+def hessians_are_small(rows: int, shape: torch.Size) -> bool:
+    """Whether building every fold's Hessian costs less than the products with X that it saves."""
+    folds, outputs, features = shape
+    size = features * outputs
+    return folds * rows * size**2 <= LARGEST and folds * size**2 <= 2e8
+
+
+def factorised(matrices: Tensor) -> Tensor:
+    """Cholesky factors; the matrices are overwritten."""
+    # Rows that are classified with certainty have no curvature; rounding must not make it negative. What is added is
+    # small for each coefficient, whatever the units of the others.
+    diagonal = matrices.diagonal(dim1=1, dim2=2)
+    diagonal.add_(1e-14 * torch.where(diagonal > 0, diagonal, diagonal.amax(1, keepdim=True)))
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    if bool(failed.any()):
+        raise BilevelError(
+            "The Hessian of a fold is not positive definite. Use larger penalties, or scale the features."
+        )
+    return factors
+
+
+def solved(factors: Tensor, *right: Tensor) -> Any:
+    """H_k⁻¹ b_k for every fold, for one or several b of the shape folds × outputs × features."""
+    columns = torch.stack([b.reshape(len(b), -1) for b in right], -1)
+    found = torch.cholesky_solve(columns, factors).unbind(-1)
+    shaped = [x.reshape(b.shape) for x, b in zip(found, right, strict=True)]
+    return shaped if len(right) > 1 else shaped[0]
+
+
+def _norms(v: Tensor) -> Tensor:
+    return v.square().sum((1, 2)).sqrt()

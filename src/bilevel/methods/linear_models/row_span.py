@@ -1,0 +1,86 @@
+"""Linear models with a smooth loss in the span of the rows, for tables with more features than rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process
+from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.methods.linear_models.newton_linear import PenalisedRows, hessians_are_small, minimise
+from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.rows import feature_sums, row_kernel, row_scores
+
+
+@dataclass(frozen=True)
+class RowSpan(MinimiserMethod):
+    """Newton's method on as many coordinates as rows, for `LinearModels` with positive penalties.
+
+    With the singular value decomposition X diag(α)^−½ = U Σ Qᵀ and v = Qᵀ diag(α)^½ w, the inner objective is that of
+    the table UΣ with coefficients v and penalties of 1: a minimiser has no part outside the span of the rows. Hessians
+    then have the size of the rows, whatever the number of features.
+
+    Args:
+        tol: as for `NewtonLinear`.
+    """
+
+    tol: float = 1e-8
+    structure: ClassVar[type | None] = LinearModels
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        inner, bound = process.problem.inner, process.bound
+        assert isinstance(inner, LinearModels)
+        X, y, weight = bound.task.train
+        span = _Span(X, inner.penalty(bound.lam), inner.intercept)
+        unit = LinearModels(inner.loss, lambda table: table.new_ones(table.shape[1]), inner.intercept)
+        rows = PenalisedRows(unit, (span.table, y, weight), span.table)
+        v = span.coordinates(started(process))
+        solver = rows.cholesky if hessians_are_small(len(span.table), v.shape) else rows.conjugate_gradients
+        v, scores = minimise(rows, v, solver, self.tol)
+        w = span.coefficients(v)
+        value, slope, direct = self.outer_slope(process, w)
+        reduced = span.reduced(slope)
+        q = span.full(slope, solver(scores)(reduced, self.tol, None) - reduced)
+        return self.combined(process, w, q, value, direct, peak_memory=4 * w.nbytes + span.table.nbytes)
+
+
+class _Span:
+    """X diag(α)^−½ = U Σ Qᵀ. Of w, only the coefficients are mapped; the last column, an intercept, stays as it is."""
+
+    def __init__(self, X: Any, alpha: Tensor, intercept: bool) -> None:
+        self.X, self.alpha, self.intercept = X, alpha, intercept
+        squares, vectors = torch.linalg.eigh(row_kernel(X, 1 / alpha))
+        # Below this, singular values are rounding errors; the largest one is always kept.
+        kept = squares > (len(squares) * torch.finfo(squares.dtype).eps * squares[-1]).clamp(min=1e-300)
+        kept[-1] = True
+        self.sizes, self.vectors = squares[kept].clamp(min=1e-300).sqrt(), vectors[:, kept]
+        self.table = self.vectors * self.sizes
+
+    def _mapped(self, w: Tensor, coefficients: Tensor) -> Tensor:
+        return torch.cat([coefficients, w[..., -1:]], -1) if self.intercept else coefficients
+
+    def _own(self, w: Tensor) -> Tensor:
+        return w[..., :-1] if self.intercept else w
+
+    def coordinates(self, w: Tensor) -> Tensor:
+        """v = Qᵀ diag(α)^½ w."""
+        return self._mapped(w, row_scores(self._own(w), self.X) @ self.vectors / self.sizes)
+
+    def reduced(self, slope: Tensor) -> Tensor:
+        """Qᵀ diag(α)^−½ times a derivative in w: the derivative in v."""
+        return self.coordinates(self._mapped(slope, self._own(slope) / self.alpha))
+
+    def coefficients(self, v: Tensor) -> Tensor:
+        """w = diag(α)^−½ Q v."""
+        return self._mapped(v, feature_sums(self._own(v) / self.sizes @ self.vectors.mT, self.X) / self.alpha)
+
+    def full(self, slope: Tensor, inside: Tensor) -> Tensor:
+        """The adjoint from its part in the span beyond the derivative; outside the span the Hessian is diag(α)."""
+        found = self.coefficients(inside)
+        coefficients = self._own(slope) / self.alpha + self._own(found)
+        # An intercept is a coordinate of its own: what `inside` lacks there is the derivative itself.
+        return self._mapped(found + self._mapped(slope, torch.zeros_like(coefficients)), coefficients)

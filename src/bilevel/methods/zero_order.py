@@ -1,0 +1,140 @@
+"""Evolution strategies: ∇f_T from values of f_T alone."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from bilevel import trees
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.engine.process import Process
+from bilevel.errors import BilevelError
+
+
+@dataclass(frozen=True)
+class ZeroOrder(Method):
+    """g = (1/n) Σ_i u_i (f_T(λ + σ u_i) − f_T(λ − σ u_i)) / (2 σ), with random directions u_i of length √d.
+
+    For what has no gradient: the outer objective may be an accuracy, the dynamics may round or choose, and f_T may be
+    too rough to be differentiated (`bilevel.roughness`), because g is an unbiased estimate of the gradient of f_T
+    averaged over a ball of radius σ√d.
+
+    What it approximates: the gradient of that average; with a small σ, ∇f_T. How well: with n ≥ d directions, where d
+    is the number of values in λ, up to the error σ² of central differences. With n < d directions the expected error is
+    √(d/n − 1) ‖∇f_T‖, which `stats.error` estimates. It has no certificate.
+
+    Directions are drawn in orthogonal groups and used with both signs. They are a function of `seed` and λ: two calls
+    with the same λ agree, also for several tasks, and every hyperiteration sees other directions. Batches are functions
+    of t, so all runs of a call see the same ones.
+
+    Args:
+        pairs: n; 2 n + 1 runs of the inner problem.
+        sigma: σ. By default as small as rounding allows, for a smooth f_T; for an accuracy, take a change of λ that
+            changes it.
+        seed: of the directions.
+    """
+
+    pairs: int = 16
+    sigma: float | None = None
+    seed: int = 0
+    exact: ClassVar[bool] = False
+    second_derivatives: ClassVar[bool] = False
+    outer_derivatives: ClassVar[bool] = False
+    # In float32 the differences are so wide that they cross kinks.
+    single_tolerance: ClassVar[float] = 3e-2
+
+    @classmethod
+    def examples(cls) -> list[Self]:
+        return [cls(pairs=24)]
+
+    def check(self, process: Process) -> None:
+        if isinstance(self.pairs, bool) or not isinstance(self.pairs, int) or self.pairs < 1:
+            raise BilevelError(f"ZeroOrder(pairs={self.pairs!r}) is not a number of directions; pass an int ≥ 1.")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise BilevelError(f"ZeroOrder(seed={self.seed!r}) is not a seed; pass an int from 0 to 2³² − 1.")
+        if self.sigma is not None and not self.sigma > 0:
+            raise BilevelError(f"ZeroOrder(sigma={self.sigma!r}) does not change λ; pass a number > 0, or None.")
+
+    def prepare(self, process: Process) -> frozenset[int]:
+        """The leaves of λ that f_T does not depend on."""
+        lam, value = _Line(process), _value(process)
+        width, count = self._radius(lam) / lam.point.numel() ** 0.5, lam.point.numel()
+        unused, first = set[int](), 0
+        for index, (path, leaf) in enumerate(zip(trees.paths(process.lam), trees.leaves(process.lam), strict=True)):
+            direction = torch.zeros(count, dtype=torch.float64)
+            generator = torch.Generator().manual_seed(index)
+            direction[first : first + leaf.numel()] = torch.randn(leaf.numel(), generator=generator).double()
+            first += leaf.numel()
+            moves = (sign * factor * width for factor in (1, 10, 100) for sign in (1, -1))
+            if any(float(lam.value(move * direction)) != value for move in moves):
+                continue
+            if not process.allow_unused:
+                raise BilevelError(
+                    f"f_T did not change when λ{path} moved by up to {100 * width:.2g} in a random direction: it "
+                    "reaches neither objective, or sigma is too small to see it. Remove it from λ, pass a larger "
+                    "ZeroOrder(sigma=…), or allow_unused=True to have its gradient be zero."
+                )
+            unused.add(index)
+        return frozenset(unused)
+
+    def __call__(self, process: Process) -> Hypergradient:
+        state = process.run()
+        with torch.no_grad():
+            value = process.bound.outer(state).detach()
+        lam = _Line(process)
+        count = lam.point.numel()
+        per_group, groups, radius = min(self.pairs, count), max(1, self.pairs // count), self._radius(lam)
+        generator = torch.Generator().manual_seed(zlib.crc32(lam.point.numpy().tobytes(), self.seed))
+        total, squares = torch.zeros_like(lam.point), 0.0
+        for _ in range(groups):
+            drawn = torch.randn(count, per_group, generator=generator, dtype=torch.float64)
+            for direction in torch.linalg.qr(drawn)[0].T:
+                above, below = (float(lam.value(sign * radius * direction)) for sign in (1, -1))
+                slope = (above - below) / (2 * radius)
+                total += slope * direction
+                squares += slope**2
+        unused = process.findings.of_method or frozenset()
+        parts = trees.from_vector(count / (per_group * groups) * total, lam.leaves)
+        gradients = [None if i in unused else g.to(x) for i, (g, x) in enumerate(zip(parts, lam.leaves, strict=True))]
+        spread = (count / per_group - 1) * count * squares / (per_group * groups) / groups
+        return self.result(
+            process,
+            value,
+            state,
+            gradients,
+            pulled=True,
+            steps=(1 + 2 * per_group * groups) * process.steps,
+            peak_memory=(2 + per_group) * lam.point.numel() * 8,
+            error=math.sqrt(spread) if per_group < count else None,
+        )
+
+    def _radius(self, lam: _Line) -> float:
+        """How far λ is moved."""
+        root = lam.point.numel() ** 0.5
+        return self.sigma * root if self.sigma is not None else lam.width * (1 + float(lam.point.norm()) / root)
+
+
+class _Line:
+    """λ as a vector in double precision, and f_T at points that differ from it by a move."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, (self.leaves, self.spec) = process, trees.flatten(trees.detach(process.lam))
+        self.point = trees.to_vector([leaf.double().cpu() for leaf in self.leaves])
+        # Central differences are most accurate at the cube root of the precision.
+        self.width = max(torch.finfo(leaf.dtype).eps for leaf in self.leaves) ** (1 / 3)
+
+    def value(self, move: Tensor) -> Tensor:
+        parts = trees.from_vector(self.point + move, self.leaves)
+        moved = [part.to(leaf) for part, leaf in zip(parts, self.leaves, strict=True)]
+        return _value(replace(self.process, lam=self.spec.unflatten(moved)))
+
+
+def _value(process: Process) -> Tensor:
+    with torch.no_grad():
+        return process.bound.outer(process.run()).detach()

@@ -1,0 +1,149 @@
+"""Checkpoints of `solve`: the state before hyperiteration k as tensors and JSON, so that nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bilevel import trees
+from bilevel.distributed import World
+from bilevel.engine.method import Hypergradient, Stats
+from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.training.checkpoints import Checkpoints
+from bilevel.training.folder import differences
+from bilevel.trees import Tree
+
+# Classes that are saved by their fields.
+RECORDS = {cls.__name__: cls for cls in (Hypergradient, Stats)}
+# How many numbers of each tensor tell one data set from another.
+SAMPLE = 1024
+
+
+@dataclass
+class OuterCheckpoints:
+    """The folder that a `solve` writes its states to, and goes on from.
+
+    Args:
+        folder: where the checkpoints are.
+        every: hyperiterations between two checkpoints.
+        world: rank 0 writes, all ranks read.
+        run: what identifies the run, as plain values; the checkpoints of another one are refused.
+    """
+
+    folder: Path
+    every: int
+    world: World
+    run: Mapping[str, Any]
+    newest: int = field(default=-1, init=False)
+
+    def load(self, device: torch.device) -> tuple[int, Any] | None:
+        """The hyperiteration and the state to go on from; None for a new run."""
+        with self.world.agreed():
+            found = Checkpoints(self.folder).newest(lambda message: warnings.warn(message, BilevelWarning, 4))
+            if found is not None:
+                tensors, facts = found
+                self._check(facts)
+                self.newest = facts["iteration"]
+        self.world.same(
+            self.newest,
+            f"The processes found different checkpoints in {self.folder}. Pass a folder that all machines share.",
+        )
+        if found is None:
+            return None
+        return self.newest, unpack({name: tensor.to(device) for name, tensor in tensors.items()}, facts["state"])
+
+    def save(self, k: int, state: Any) -> None:
+        """Write the state before hyperiteration k."""
+        if self.world.writes and k > self.newest:
+            tensors, plain = pack(state)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            Checkpoints(self.folder).write(k, tensors, {"run": dict(self.run), "state": plain})
+        self.newest = max(k, self.newest)
+
+    def _check(self, facts: Mapping[str, Any]) -> None:
+        if "state" not in facts:
+            raise BilevelError(f"The checkpoints in {self.folder} are not those of solve(…). Pass another folder.")
+        other = differences(facts["run"], self.run, free=set())
+        if other:
+            raise BilevelError(
+                f"The checkpoints in {self.folder} are those of another run ({'; '.join(other)}). Pass the arguments "
+                "of that run to go on with it, or another folder to begin a new run."
+            )
+
+
+def fingerprint(tree: Tree) -> str:
+    """Digits that tell one tree from another: the names, shapes and types of its tensors, and some of their numbers.
+
+    >>> fingerprint(torch.zeros(3)) == fingerprint(torch.ones(3))
+    False
+    """
+    digest = hashlib.sha256()
+    for path, leaf in zip(trees.paths(tree), trees.leaves(tree), strict=True):
+        digest.update(path.encode())
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            flat = leaf.detach().reshape(-1)
+            some = flat[:: max(1, flat.numel() // SAMPLE)].cpu().contiguous()
+            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            digest.update(some.view(torch.uint8).numpy().tobytes() if some.numel() else b"")
+        elif isinstance(leaf, (bool, int, float, str)):
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()[:16]
+
+
+def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
+    """A nested state as tensors by name, and the rest as JSON.
+
+    >>> tensors, plain = pack({"w": torch.ones(2), "steps": {0: 1.5}})
+    >>> unpack(tensors, plain)
+    {'w': tensor([1., 1.]), 'steps': {0: 1.5}}
+    """
+    tensors: dict[str, Tensor] = {}
+    # A tensor that is reached twice is saved once.
+    names: dict[int, str] = {}
+
+    def walk(value: Any) -> Any:
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, (int, float, np.number)):
+            return value.item() if isinstance(value, np.number) else value
+        if isinstance(value, Tensor):
+            if id(value) not in names:
+                name = names[id(value)] = f"{len(names):04d}"
+                # safetensors refuses tensors that share memory.
+                tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
+            return {"tensor": names[id(value)]}
+        if isinstance(value, (Hypergradient, Stats)):
+            return {type(value).__name__: {f.name: walk(getattr(value, f.name)) for f in fields(value)}}
+        if isinstance(value, Mapping):
+            return {"dict": [[walk(key), walk(item)] for key, item in value.items()]}
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [walk(item) for item in value]}
+        raise BilevelError(
+            f"A checkpoint cannot hold {type(value).__name__} ({value!s:.60}). It holds tensors, numbers, texts, "
+            "dicts, lists and tuples: λ, w and the states of optimisers and schedulers must be made of these."
+        )
+
+    return tensors, walk(state)
+
+
+def unpack(tensors: Mapping[str, Tensor], plain: Any) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in RECORDS:
+        return RECORDS[kind](**{name: unpack(tensors, item) for name, item in content.items()})
+    if kind == "dict":
+        return {unpack(tensors, key): unpack(tensors, item) for key, item in content}
+    items = [unpack(tensors, item) for item in content]
+    return items if kind == "list" else tuple(items)

@@ -1,0 +1,150 @@
+"""`roughness`: how far a step along −∇f_T keeps what the gradient promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bilevel import trees
+from bilevel.dynamics import DynamicsLike
+from bilevel.engine.method import Hypergradient, Method
+from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.hypergradients import hypergradient, value_of
+from bilevel.problem import Problem, Task
+from bilevel.trees import Tree
+
+# A step keeps its promise if the value falls by at least this share of length · ‖∇f_T‖.
+SHARE = 0.5
+# If the gradient promises this many times the change that f_T shows, f_T is rough on this length.
+ROUGH = 10.0
+
+
+@dataclass(frozen=True)
+class Roughness:
+    """What f_T does along −∇f_T.
+
+    Attributes:
+        value: f_T(λ).
+        slope: ‖∇f_T(λ)‖: by how much f_T falls for each unit of length, as the gradient promises.
+        length: the longest step that was tried, in the norm of λ.
+        kept: the longest step of those tried for which it, and every shorter one, gains at least half of what was
+            promised; 0 if none does.
+        ratio: the largest of length · ‖∇f_T‖ over the change of f_T within that length, to both sides. At most 1 for a
+            convex or a concave f_T.
+        useful: false if f_T is too rough for its gradient: a short step already breaks its promise, and at a larger
+            scale f_T changes much less than the gradient says.
+        outcome: a sentence that says what to do.
+    """
+
+    value: float
+    slope: float
+    length: float
+    kept: float
+    ratio: float
+    useful: bool
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        return (
+            f"f_T(λ) = {self.value:.6g}, ‖∇f_T‖ = {self.slope:.3g}; a step of up to {self.kept:.3g} (tried: "
+            f"{self.length:.3g}) gains at least half of its promise. {self.outcome}"
+        )
+
+
+def roughness(
+    problem: Problem,
+    lam: Tree,
+    task: Task | Sequence[Task],
+    *,
+    dynamics: DynamicsLike,
+    steps: int,
+    method: Method | str | Hypergradient | None = None,
+    length: float | None = None,
+    points: int = 12,
+) -> Roughness:
+    """Say whether f_T is smooth enough around λ for its gradient to be useful.
+
+    A long run of a chaotic inner problem has an exact gradient that is of no use: f_T oscillates on a scale far below
+    any step of an outer optimiser, and ‖∇f_T‖ grows with T like the oscillations. Here f_T is evaluated at λ ± s ∇f_T /
+    ‖∇f_T‖ for s = length, length/4, length/16, …, which costs 2 · points runs without a gradient, and compared with the
+    promise f_T(λ) − s ‖∇f_T‖.
+
+    Args:
+        problem, lam, task, dynamics, steps: as for `hypergradient`.
+        method: how to differentiate, or the `Hypergradient` at λ if it is known.
+        length: the longest step to try, for example the first step of your optimiser; by default a tenth of ‖λ‖, or of
+            √d if that is larger, for d values in λ.
+        points: how many lengths are tried.
+
+    >>> import bilevel as bl
+    >>> problem = bl.Problem(
+    ...     inner=lambda w, lam, x: (w**2 - lam) ** 2 / 4, outer=lambda w, lam, x: (w - 1) ** 2,
+    ...     init=lambda lam: torch.full_like(lam, 0.3),
+    ... )
+    >>> lam, task = torch.tensor(2.0).double(), bl.Task(None, None)
+    >>> bl.roughness(problem, lam, task, dynamics=bl.GradientDescent(0.1), steps=100).useful
+    True
+    >>> bl.roughness(problem, lam, task, dynamics=bl.GradientDescent(0.95), steps=100).useful
+    False
+    """
+    if points < 2 or (length is not None and not 0 < length < math.inf):
+        raise BilevelError(
+            f"roughness(length={length}, points={points}) has nothing to compare. Pass a length > 0, and points ≥ 2."
+        )
+    if isinstance(method, Hypergradient):
+        here = method
+    else:
+        here = hypergradient(problem, lam, task, dynamics=dynamics, steps=steps, method=method, allow_unused=True)
+    value, slope = float(here.value), float(trees.norm(here.grad))
+    if length is None:
+        length = 0.1 * max(float(trees.norm(lam)), trees.size(lam) ** 0.5)
+    if not slope > 0:
+        outcome = Outcome("finished", "The gradient is zero, so it promises nothing.")
+        return Roughness(value, 0.0, length, length, 0.0, True, outcome)
+
+    def at(move: float) -> float:
+        with torch.no_grad():
+            there = trees.map(lambda x, g: x.detach() - move / slope * g, lam, here.grad)
+        try:
+            return float(value_of(problem, there, task, dynamics=dynamics, steps=steps))
+        except DivergenceError:
+            return math.inf
+
+    # From short to long: what is seen within a length includes the shorter ones.
+    lengths = [length / 4**i for i in reversed(range(points))]
+    precision = torch.finfo(here.value.dtype).eps * max(abs(value), 1e-300)
+    kept, broken, ratio, seen = 0.0, False, 0.0, [value]
+    for s in lengths:
+        down, up = at(s), at(-s)
+        seen += [down, up]
+        # Shorter steps promise less than rounding shows.
+        if s * slope < 1e3 * precision:
+            continue
+        broken = broken or not value - down >= SHARE * s * slope
+        kept = kept if broken else s
+        change = max(seen) - min(seen)
+        ratio = max(ratio, s * slope / change if change > 0 else math.inf)
+    useful = ratio < ROUGH
+    return Roughness(value, slope, length, kept, ratio, useful, _outcome(kept, length, ratio, useful))
+
+
+def _outcome(kept: float, length: float, ratio: float, useful: bool) -> Outcome:
+    if not useful:
+        return Outcome(
+            "failed",
+            f"f_T is too rough for its gradient: within {length:.3g} it changes {ratio:.3g} times less than the "
+            "gradient says. Take a smaller inner step or fewer steps, differentiate the last with Truncated(k), or "
+            f"average f_T over steps with ZeroOrder(sigma=…) of about {length / 10:.2g}.",
+        )
+    if kept >= length:
+        return Outcome("finished", "Steps of every length that was tried keep their promise.")
+    if kept > 0:
+        return Outcome("finished", f"f_T changes as its gradient says, but is curved: take steps up to {kept:.2g}.")
+    return Outcome(
+        "finished",
+        "No step that was tried keeps its promise, but f_T changes as much as its gradient says: λ is close to a "
+        "minimiser, or all steps were too long. Pass a smaller length=….",
+    )

@@ -1,0 +1,85 @@
+"""Linear models with a smooth convex loss on weighted rows, for many folds at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.structures.losses import RowLoss, SquaredError
+from bilevel.structures.penalties import code_of
+from bilevel.structures.rows import feature_sums, row_scores
+from bilevel.trees import Tree
+
+# X (rows × features, a tensor or a sparse matrix of scipy's), y (outputs × rows) and the weights (folds × rows).
+RowBatch = tuple[Any, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LinearModels:
+    """L(w) = Σ_k Σ_i s_ki loss(x_i w_k, y_i) + ½ Σ_j α_j ‖w_kj‖², one linear model w_k for each fold k.
+
+    The batch is (X, y, s): features, targets of shape outputs × rows, and the weight of every row in every fold, 0 for
+    rows that a fold holds out. w has the shape folds × outputs × features.
+
+    Args:
+        loss: `SquaredError()`, or `LogLoss()` for logistic and multinomial regression.
+        penalty: α as a function of λ, one number for every feature.
+        intercept: w has one more column, an intercept, which is not penalised. Where only differences of scores count,
+            half the squared sum of the intercepts is added to L, so that they have one minimiser.
+
+    >>> batch = torch.ones(3, 2), torch.ones(1, 3), torch.ones(1, 3)
+    >>> float(LinearModels()(torch.ones(1, 1, 2), torch.zeros(2), batch))  # 3·½(2 − 1)² + ½(1 + 1)
+    2.5
+    """
+
+    loss: RowLoss = field(default_factory=SquaredError)
+    penalty: Callable[[Tree], Tensor] = torch.exp
+    intercept: bool = False
+
+    def __call__(self, w: Tensor, lam: Tree, batch: RowBatch) -> Tensor:
+        X, y, weight = batch
+        fit = (weight * self.loss.values(self.scores(w, X), y)).sum()
+        return fit + 0.5 * (w * self.penalty_slope(w, lam)).sum()
+
+    def code(self) -> tuple[Any, ...] | None:
+        return code_of(self, self.penalty, loss=self.loss, intercept=self.intercept)
+
+    def slope(self, w: Tensor, lam: Tree, batch: RowBatch) -> Tensor:
+        """∇L(w)."""
+        X, y, weight = batch
+        pulls = weight[:, None] * self.loss.slopes(self.scores(w, X), y)
+        return self.transposed(pulls, X) + self.penalty_slope(w, lam)
+
+    def penalty_slope(self, w: Tensor, lam: Tree) -> Tensor:
+        """The derivative of the penalties alone."""
+        return self.pulled(w, self.penalties(lam))
+
+    def pulled(self, w: Tensor, alpha: Tensor) -> Tensor:
+        """α w, and the sum of the intercepts where they are held together."""
+        slope = alpha * w
+        if not self.gauge(w):
+            return slope
+        together = w[..., -1:].sum(1, keepdim=True).expand(-1, w.shape[1], 1)
+        return torch.cat([slope[..., :-1], together], -1)
+
+    def gauge(self, w: Tensor) -> bool:
+        """Whether L holds the sum of the intercepts at zero."""
+        return self.intercept and self.loss.only_differences and w.shape[1] > 1
+
+    def penalties(self, lam: Tree) -> Tensor:
+        """α for every column of w."""
+        alpha = self.penalty(lam)
+        return torch.cat([alpha, alpha.new_zeros(1)]) if self.intercept else alpha
+
+    def scores(self, w: Tensor, X: Any) -> Tensor:
+        """x_i w_k of shape folds × outputs × rows, intercepts added."""
+        return row_scores(w[..., :-1], X) + w[..., -1:] if self.intercept else row_scores(w, X)
+
+    def transposed(self, v: Tensor, X: Any) -> Tensor:
+        """The transpose of `scores`: from folds × outputs × rows to the shape of w."""
+        image = feature_sums(v, X)
+        return torch.cat([image, v.sum(-1, keepdim=True)], -1) if self.intercept else image

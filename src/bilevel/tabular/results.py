@@ -1,0 +1,171 @@
+"""The result of a tuning as plain data: the features, the record in result.json, and the rows of the charts."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import confusion_matrix
+
+from bilevel.tabular.columns import columns_of_features, transformed
+from bilevel.tabular.comparing import ComparedModel
+from bilevel.tabular.fitting import LEAST
+from bilevel.tabular.study import TableStudy
+from bilevel.tabular.values import Floats
+
+# A feature is switched off if its penalty determines more than this share of its coefficient.
+OFF = 0.95
+MOST_POINTS = 3000  # of held-out rows on the page; more cannot be told apart
+
+
+def shrinkage(study: TableStudy) -> Floats:
+    """s_j = α_j [(ZᵀZ + diag α)⁻¹]_jj: whether the data (0) or the penalty (1) determines a coefficient.
+
+    Z are the centred rows; for classes, each times √(p (1 − p)), and the mean over classes is taken. For the
+    elastic net, α is its squared part, and s_j = 1 where the coefficient is 0. Σ_j (1 − s_j) is the number of features
+    without a penalty that have the same freedom as the model. If z_j is orthogonal to the other features, its
+    coefficient is 1 − s_j times that of least squares.
+    """
+    used, model = study.used, study.model
+    frame = used.frame
+    X = transformed(model.pipeline[:-1], frame)
+    weights = np.ones(len(X)) if used.weights is None else used.weights
+    penalty, outputs = model.penalty, [weights]
+    if model.model == "elastic-net":
+        penalty = penalty * weights.sum() * (1 - model.pipeline[-1].l1_ratio)
+    elif model.classes:
+        outputs = [weights * p * (1 - p) for p in model.outputs(frame)[:, -len(model.coefficients) :].T]
+    active = np.any(model.coefficients != 0, axis=0)
+    found = np.ones(len(active))
+    found[active] = np.mean([_shrinkage(X[:, active], penalty[active], each) for each in outputs], axis=0)
+    return found
+
+
+def _shrinkage(X: Floats, penalty: Floats, weights: Floats) -> Floats:
+    """α_j [(ZᵀZ + diag α)⁻¹]_jj = 1 − u_jᵀ (I + UUᵀ)⁻¹ u_j with u_j = z_j / √α_j, by the smaller matrix of the two."""
+    if not X.shape[1] or not weights.sum() > 0:
+        return np.ones(X.shape[1])
+    centred = np.sqrt(weights)[:, None] * (X - weights @ X / weights.sum())
+    U = centred / np.sqrt(np.maximum(penalty, LEAST))
+    if len(U) < U.shape[1]:
+        kept = np.einsum("ij,ij->j", U, np.linalg.solve(np.eye(len(U)) + U @ U.T, U))
+        return np.clip(1 - kept, 0, 1)
+    return np.clip(np.diag(np.linalg.inv(np.eye(U.shape[1]) + U.T @ U)), 0, 1)
+
+
+def feature_rows(study: TableStudy) -> list[dict[str, Any]]:
+    """Every feature of the saved model, in the order of the table's columns.
+
+    `coefficients` are per standard deviation, one for each output, and `penalty` is α of the standardised feature;
+    `coefficients_raw` and `penalty_raw` = α · scale² are in the units of the table. `off` says that the penalty
+    determines more than 95 % of the coefficient, or that it is exactly 0.
+    """
+    model = study.model
+    scale, amount = model.pipeline["scale"].scale_, shrinkage(study)
+    found = []
+    for j, (name, column) in enumerate(zip(model.features, columns_of_features(model.pipeline), strict=True)):
+        coefficients = model.coefficients[:, j]
+        found.append(
+            {
+                "name": name,
+                "column": column,
+                "group": study.groups.get(column, ""),
+                "coefficients": coefficients.tolist(),
+                "coefficients_raw": (coefficients / scale[j]).tolist(),
+                "penalty": float(model.penalty[j]),
+                "penalty_raw": float(model.penalty[j] * scale[j] ** 2),
+                "shrinkage": float(amount[j]),
+                "off": bool((coefficients == 0).all() or amount[j] > OFF),
+            }
+        )
+    places = {name: place for place, name in enumerate(study.table.columns)}
+    return sorted(found, key=lambda one: places[one["column"]])
+
+
+def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
+    """The features as CSV; a coefficient column for each class if there are more than two."""
+    suffixes = [f" {name}" for name in classes] if len(classes) > 2 else [""]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    group = ["group"] if any(row["group"] for row in rows) else []
+    plain, several = ["penalty", "penalty_raw", "shrinkage", "off"], ["coefficients", "coefficients_raw"]
+    named = [word + suffix for word in ("coefficient", "coefficient_raw") for suffix in suffixes]
+    writer.writerow(["feature", "column", *group, *named, *plain])
+    for row in rows:
+        texts = [row[key] for key in ["name", "column", *group]]
+        writer.writerow([*texts, *(value for key in several for value in row[key]), *(row[key] for key in plain)])
+    return out.getvalue()
+
+
+def result_record(study: TableStudy) -> dict[str, Any]:
+    """Everything but the predictions, in types that JSON has, except NaN."""
+    used, model, table = study.used, study.model, study.table
+    estimator, features = model.pipeline[-1], feature_rows(study)
+    verdict, comparison = study.verdict, study.comparison
+    return {
+        "kind": "tune",
+        "data": {
+            "file": table.path.name,
+            "sha256": table.sha256,
+            "rows": len(table.frame),
+            "rows_used": len(used.y),
+            "columns": table.columns,
+        },
+        "target": model.target,
+        "classes": model.classes,
+        "task_chosen_because": used.reason,
+        "model": model.model,
+        "penalty": study.settings.penalty,
+        "comparison": [compared_row(study, one) for one in comparison.models],
+        "folds": len(verdict.ours.losses),
+        "repeats": comparison.repeats,
+        "saved": verdict.ours.name,
+        "recommended": verdict.best.name,
+        "verdict": verdict.sentence,
+        "shared_penalty": dict(zip(("name", "penalty"), study.shared, strict=True)),
+        "variance": study.variance,
+        "features": features,
+        "switched_off": [one["name"] for one in features if one["off"]],
+        "effective_features": sum(1 - one["shrinkage"] for one in features),
+        "intercept": np.atleast_1d(estimator.intercept_).tolist(),
+        "notes": study.notes,
+        "method": estimator.method_,
+        "outcome": estimator.outcome_,
+        "certificate": str(estimator.certificate_),
+        "iterations": estimator.n_iter_,
+        "history": {name: np.asarray(values, dtype=float).tolist() for name, values in estimator.history_.items()},
+        "settings": asdict(study.settings),
+    }
+
+
+def compared_row(study: TableStudy, one: ComparedModel) -> dict[str, Any]:
+    """A line of the comparison; `p` is of the test against the best model, None for the best itself."""
+    test = study.verdict.tests.get(one.name)
+    return {
+        "name": one.name,
+        "ours": one.own,
+        **one.scores,
+        "seconds": one.seconds,
+        "p": None if test is None else test.p,
+        "fold_losses": one.losses.tolist(),
+    }
+
+
+def chart_points(study: TableStudy) -> dict[str, Any]:
+    """Held-out rows for a chart: their numbers in the file, the true values, and the predictions of the best of our
+    models in the first repeat; some, if there are many."""
+    there, classes = study.comparison.tested, study.model.classes
+    truth, predicted = study.used.y[there], study.verdict.ours.predicted[there]
+    rows = study.used.frame.index[there].to_numpy() + 1
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).round().astype(int))
+    points: dict[str, Any] = {"rows": rows[chosen].tolist(), "of": len(rows)}
+    if not classes:
+        return points | {"truth": truth[chosen].tolist(), "predicted": predicted[chosen].tolist()}
+    codes = np.searchsorted(classes, truth)
+    confusion = confusion_matrix(codes, predicted.argmax(1), labels=range(len(classes)))
+    likely = predicted[chosen, 1].tolist() if len(classes) == 2 else []
+    return points | {"truth": codes[chosen].tolist(), "predicted": likely, "confusion": confusion.tolist()}

@@ -1,0 +1,124 @@
+"""The weight of an example as a network of the example."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bilevel.errors import BilevelError
+from bilevel.modules import functional
+from bilevel.trees import Tree
+from bilevel.tuning.batches import Batch
+from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
+from bilevel.tuning.setup import Setup
+from bilevel.tuning.transforms import IdentityTransform
+
+# What a scorer may look at, in the order of its arguments.
+PARTS = ("inputs", "targets", "loss")
+# The nodes of the Gauss–Legendre rule that integrates a weight over the loss.
+NODES = 8
+
+
+@dataclass(frozen=True)
+class ExampleWeight(Hyperparameter):
+    """The mean of vᵢ·ℓᵢ over the batch, with vᵢ = sigmoid(scorer(example i)): the parameters of the scorer are tuned.
+
+    `ExampleWeights` has a number for each training example; here a network computes the weight, so that examples that
+    are alike share what is learned about them, and new examples have weights too: `found.weights(inputs, targets)`.
+    With `of=("inputs", "targets")` the scorer rates the example (DataRater), with `of="loss"` it turns the current loss
+    into a weight (Meta-Weight-Net). The training loss of an example is then the integral of v from 0 to ℓᵢ, a robust
+    loss that is learned: its gradient is v(ℓᵢ)·∇ℓᵢ, as if the weight were a constant, and no derivative is stopped.
+
+    Args:
+        scorer: a module that is called with the parts `of` a batch, and returns one number per example: the logit of
+            its weight. Its own parameters are the start. It runs in eval mode. The loss is passed as a column.
+        of: what the scorer looks at: some of "inputs", "targets", "loss".
+
+    >>> scorer = nn.Linear(3, 1)
+    >>> role = ExampleWeight(scorer, of="inputs")
+    >>> value = dict(scorer.named_parameters())
+    >>> batch = Batch(torch.zeros(4, 3), torch.zeros(4), torch.arange(4))
+    >>> role.weights(value, batch, torch.ones(4)).shape
+    torch.Size([4])
+    """
+
+    scorer: nn.Module
+    of: str | tuple[str, ...] = ("inputs", "targets")
+    name: str = field(default="example_weight", kw_only=True)
+    start: Any = field(default=None, init=False, repr=False)
+    range: Range = field(default=None, init=False, repr=False)
+    transform: TransformLike = field(default=None, init=False, repr=False)
+    per: Literal["weight"] = field(default="weight", init=False, repr=False)
+
+    choices: ClassVar[tuple[str, ...]] = ("weight",)
+    per_example: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.scorer, nn.Module) or not list(self.scorer.parameters()):
+            raise BilevelError(
+                f"ExampleWeight(scorer={type(self.scorer).__name__}) has no parameters to tune. Pass a torch.nn.Module "
+                "that returns one number per example, or use ExampleWeights(), a number for each training example."
+            )
+        if not self.parts or any(part not in PARTS for part in self.parts):
+            raise BilevelError(
+                f"ExampleWeight(of={self.of!r}) is not known. Pass some of {', '.join(map(repr, PARTS))}; the scorer "
+                "is called with them in this order."
+            )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the scorer is called with."""
+        return (self.of,) if isinstance(self.of, str) else tuple(self.of)
+
+    def scale(self) -> IdentityTransform:
+        return NetworkWeights()
+
+    def begin(self, setup: Setup) -> Tree:
+        return {name: x.to(setup.like).detach().clone() for name, x in functional(self.scorer)[0].items()}
+
+    def weights(self, value: Tree, batch: Batch, losses: Tensor) -> Tensor:
+        """The weight of every example of a batch."""
+        known = {"inputs": batch.inputs, "targets": batch.targets, "loss": losses.reshape(-1, 1)}
+        scores = self._apply(losses)(value, *(known[part] for part in self.parts))
+        if not isinstance(scores, Tensor) or scores.numel() != batch.count:
+            raise BilevelError(
+                f"The scorer of {self.name!r} returned {tuple(scores.shape)} for {batch.count} examples; it must "
+                "return one number per example."
+            )
+        return torch.sigmoid(scores.reshape(-1))
+
+    def _apply(self, like: Tensor) -> Callable[..., Any]:
+        """The scorer as a function of its parameters; a copy in eval mode, whose buffers have the model's dtype."""
+        kind = like.dtype, like.device
+        if kind not in self._copies:
+            self._copies[kind] = functional(copy.deepcopy(self.scorer).to(like).eval())[1]
+        return self._copies[kind]
+
+    @functools.cached_property
+    def _copies(self) -> dict[Any, Callable[..., Any]]:
+        return {}
+
+    def weigh_batch(self, value: Tree, losses: Tensor, batch: Batch) -> Tensor:
+        if "loss" not in self.parts:
+            return self.weights(value, batch, losses) * losses
+        nodes, shares = np.polynomial.legendre.leggauss(NODES)
+        means = [
+            share / 2 * self.weights(value, batch, losses * (1 + node) / 2)
+            for node, share in zip(nodes, shares, strict=True)
+        ]
+        return torch.stack(means).sum(0) * losses
+
+
+@dataclass(frozen=True)
+class NetworkWeights(IdentityTransform):
+    """The parameters of a network as they are. The default outer step size, 0.1, then makes Adam's steps 0.01."""
+
+    def unit(self, value: Tensor) -> float:
+        return 0.1

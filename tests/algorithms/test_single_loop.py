@@ -1,0 +1,307 @@
+"""Stochastic single-loop algorithms: unbiased directions, variance reduction, step sizes, and refusals."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel import algorithms
+from bilevel.algorithms.single_loop import Move
+from bilevel.algorithms.step_sizes import neumann_terms
+from bilevel.engine.oracles import Triple
+from bilevel.testing.single_loop import FiniteSum, can_enumerate, check_single_loop, check_unbiased
+
+LAM = {"x": torch.ones(2, dtype=torch.float64)}
+FIXED = {"inner_lr": 0.2, "outer_lr": 0.1}
+
+
+def single_loops():
+    return {name: cls for name, cls in algorithms.find().items() if cls.moves_w}
+
+
+def distance(data, lam):
+    return float((lam["x"] - data.solution).norm() / data.solution.norm())
+
+
+def run(algorithm, data=None, task=None, **settings):
+    data = data or FiniteSum.drawn(8, 0.1)
+    settings = {"iterations": 5, "progress": False, **settings}
+    return bl.solve(data.problem, LAM, task or data.task, algorithm=algorithm, **settings)
+
+
+def test_the_folder_holds_what_the_literature_uses():
+    assert set(single_loops()) >= {"SOBA", "SABA", "StocBiO", "AmIGO", "TTSA", "SUSTAIN", "MRBO", "SRBA"}
+
+
+@pytest.mark.parametrize("name", single_loops())
+def test_one_example_of_each_is_enumerated(name):
+    assert any(can_enumerate(example) for example in single_loops()[name].examples())
+
+
+@pytest.mark.parametrize("reduced", [bl.SABA, bl.SRBA])
+def test_variance_reduction_reaches_1e_8_where_plain_sampling_stalls(reduced):
+    data, far = FiniteSum.drawn(8, 0.1), []
+    run(bl.SOBA(**FIXED), data, iterations=400, callbacks=[lambda here: far.append(distance(data, here.lam))])
+    assert min(far[200:]) > 1e-4 and sum(far[200:]) / 200 > 1e-2
+    found = run(reduced(**FIXED), data, iterations=400)
+    assert distance(data, found.outer) < 1e-8
+    assert found.history["gradient_norm"][-1] < 1e-7
+
+
+def test_tolerance_ends_a_run_that_reduces_variance():
+    found = run(bl.SABA(**FIXED), iterations=2000, tol=1e-6)
+    assert found.outcome.kind == "converged" and len(found.history["value"]) < 1000
+
+
+def test_soba_on_whole_batches_is_a_loop_written_by_hand():
+    data = FiniteSum.drawn(3, 0.3)
+    A, C, b = (x.mean(0) for x in data.train)
+    F, G, c, e = (x.mean(0) for x in data.val)
+    w, v, lam = torch.zeros(3).double(), torch.zeros(3).double(), LAM["x"]
+    for _ in range(7):
+        dw, dv, dlam = A @ w + C.T @ lam + b, A @ v + F @ w + c, C @ v + G @ lam + e
+        w, v, lam = w - 0.2 * dw, v - 0.2 * dv, lam - 0.1 * dlam
+    found = run(bl.SOBA(**FIXED), data, bl.Task(data.train, data.val), iterations=7)
+    assert torch.allclose(found.outer["x"], lam, rtol=1e-12)
+
+
+def test_schedules_are_functions_of_the_iteration():
+    asked = []
+
+    def lr(k):
+        asked.append(k)
+        return 0.1 / (1 + k)
+
+    one = run(bl.SOBA(inner_lr=0.2, outer_lr=lr), iterations=4)
+    assert set(asked) == {0, 1, 2, 3, 4}
+    other = run(bl.SOBA(inner_lr=0.2, outer_lr=0.1), iterations=4)
+    assert not torch.equal(one.outer["x"], other.outer["x"])
+
+
+def test_leaves_of_w_and_of_lambda_may_have_any_shape():
+    torch.manual_seed(0)
+    data = torch.randn(32, 4, dtype=torch.float64)
+    problem = bl.Problem(
+        inner=lambda w, lam, x: ((w["a"].flatten() - lam[0] - x) ** 2).mean() + ((w["b"] - lam[1].sum()) ** 2).sum(),
+        outer=lambda w, lam, x: ((w["a"].flatten() - x) ** 2).mean() + (w["b"] - 3) ** 2 + 0.1 * lam[1].square().sum(),
+        init=lambda lam: {"a": torch.zeros(2, 2).double(), "b": torch.zeros(()).double()},
+    )
+    lam = (torch.zeros(4).double(), torch.zeros(1, 2).double())
+    task = bl.Task(bl.FixedBatches(data, 8), bl.FixedBatches(data + 1, 8))
+    found = bl.solve(problem, lam, task, algorithm=bl.SABA(), iterations=600)
+    assert torch.allclose(found.outer[0], torch.ones(4).double(), atol=1e-6)
+    # b = 2x is optimal where (2x − 3)² + 0.2x² is least: x = 12/8.4.
+    assert torch.allclose(found.outer[1], torch.full((1, 2), 12 / 8.4).double(), atol=1e-6)
+
+
+def test_a_function_of_k_is_a_source_of_batches():
+    data = FiniteSum.drawn(8, 0.1)
+    train, val = data.task.train, data.task.val
+    found = run(bl.SOBA(**FIXED), data, lambda k: bl.Task(train(k + 1), val(k + 1)), iterations=6)
+    assert torch.equal(found.outer["x"], run(bl.SOBA(**FIXED), data, iterations=6).outer["x"])
+
+
+@dataclass(frozen=True)
+class OneBatchForBoth(bl.TTSA):
+    """The cross product on the batch that moved w: its mean is not the product of the means."""
+
+    def step(self, at, point, memory, draw, rates):
+        batch = draw.inner()
+        w = point.w - rates.inner * at.gradient(point.w, point.lam, batch)
+        value, outer_w, outer_lam = at.outer(w, point.lam, draw.outer())
+        v = -rates.eta * outer_w
+        lam = at.cross(w, point.lam, v, batch) + outer_lam
+        return Move(value, Triple(w, v, lam), Triple(w, v, point.lam - rates.outer * lam), memory)
+
+
+@dataclass(frozen=True)
+class WrongSign(bl.SOBA):
+    def step(self, at, point, memory, draw, rates):
+        value, d = at.directions(point, draw.inner(), draw.outer())
+        wrong = Triple(d.w, d.v, -d.lam)
+        return Move(value, wrong, point.moved(wrong, rates.inner, rates.outer), memory)
+
+
+@dataclass(frozen=True)
+class Forgetful(bl.SABA):
+    """Counts its iterations in a place that is not saved."""
+
+    counts: ClassVar[dict[int, int]] = {}
+
+    def step(self, at, point, memory, draw, rates):
+        self.counts[id(at)] = self.counts.get(id(at), 0) + 1
+        move = super().step(at, point, memory, draw, rates)
+        return move._replace(point=replace(move.point, w=move.point.w * (1 - 1e-9 / self.counts[id(at)] ** 2)))
+
+
+@pytest.mark.parametrize(
+    ("check", "broken", "said"),
+    [
+        (check_unbiased, OneBatchForBoth(), "biased"),
+        (check_single_loop, WrongSign(), "not minimise"),
+        (check_single_loop, Forgetful(inner_lr=0.2, outer_lr=0.1), "saved state|biased"),
+    ],
+)
+def test_the_battery_rejects(check, broken, said):
+    with pytest.raises(AssertionError, match=said):
+        check(broken)
+
+
+def test_the_length_of_a_series():
+    assert (1 - 0.25) ** neumann_terms(1.0, 4.0) <= 1e-3 < (1 - 0.25) ** (neumann_terms(1.0, 4.0) - 1)
+    assert neumann_terms(0.0, 1.0) == 1000
+
+
+def refused(algorithm, said, problem=None, task=None, error=bl.BilevelError, **settings):
+    data = FiniteSum.drawn(4, 0.1)
+    with pytest.raises(error, match=said):
+        bl.solve(
+            problem or data.problem, LAM, task or data.task, algorithm=algorithm, iterations=400,
+            progress=False, raise_on_failure=True, **settings,
+        )  # fmt: skip
+
+
+def test_what_an_algorithm_lacks_is_said_before_work_begins():
+    data = FiniteSum.drawn(4, 0.1)
+    inner, outer, init = data.problem.inner, data.problem.outer, data.problem.init
+    shuffled = bl.Task(bl.Minibatches(data.train, 1), bl.FixedBatches(data.val, 1))
+    refused(bl.SABA(), r"train is Minibatches, which draws new.*FixedBatches", task=shuffled)
+    refused(bl.SRBA(), r"task\.val is function", task=bl.Task(data.train, lambda k: data.val))
+    saddle = bl.Problem(lambda w, lam, x: -(w**2).sum() + lam["x"].sum() * w.sum(), outer, init)
+    refused(bl.SOBA(), "needs a convex inner problem", saddle)
+    linear = bl.Problem(lambda w, lam, x: (w.sum() * lam["x"]).sum(), outer, init)
+    refused(bl.SOBA(), "convex|does not depend on w", linear)
+    only_init = bl.Problem(lambda w, lam, x: (w**2).sum(), lambda w, lam, x: (w**2).sum(), lambda lam: lam["x"] * 2)
+    refused(bl.SOBA(), "SOBA differentiates implicitly", only_init)
+    refused(bl.AmIGO(), "Leave encode out", bl.Problem(inner, outer, init, encode=lambda lam, task: task))
+    refused(bl.SOBA(), "takes inner steps of its own, so steps=3", steps=3)
+    refused(bl.SOBA(), "chance would decide", tol=1e-3)
+    refused(bl.SABA(), "chance would decide", patience=3)
+    refused(bl.SOBA(), "one w along", task=[data.task, data.task])
+    refused(bl.SOBA(), "iterator", task=iter([data.task]))
+    refused(bl.Descent(), r"pass dynamics=…", task=data.task)
+
+
+def test_a_second_derivative_that_is_lost_is_noticed():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.save_for_backward(w)
+            return w**2
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2 * ctx.saved_tensors[0].detach()
+
+    data = FiniteSum.drawn(4, 0.1)
+    hidden = bl.Problem(
+        lambda w, lam, x: Cube.apply(w).sum() + lam["x"].sum() * w.sum(), data.problem.outer, data.problem.init
+    )
+    refused(bl.SOBA(), "derivative", hidden)
+
+
+def test_samplers_that_are_biased_or_impure_are_noticed():
+    data = FiniteSum.drawn(4, 0.1)
+    refused(bl.SOBA(), r"task\.train is a biased sampler", task=bl.Task(lambda t: data.train, data.val))
+    refused(bl.SOBA(), r"task\.val is a biased sampler", task=bl.Task(data.train, lambda k: data.val))
+    noisy = bl.Task(data.train, lambda k: tuple(x + torch.randn(()) for x in data.val))
+    refused(bl.SOBA(), "not a pure", task=noisy)
+    inner = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
+    refused(None, r"task\.val is a biased sampler", task=bl.Task(data.train, lambda k: data.val), **inner)
+
+
+def test_divergence_names_the_step_size_and_its_bound():
+    refused(bl.SOBA(inner_lr=3.0, outer_lr=0.1), r"inner_lr = 3 lies above 2/ν = 1\.", error=bl.DivergenceError)
+    refused(bl.SOBA(inner_lr=0.2, outer_lr=30.0), r"outer_lr = 30 lies above 0\.", error=bl.DivergenceError)
+    data = FiniteSum.drawn(4, 0.1)
+    found = run(bl.SOBA(inner_lr=3.0, outer_lr=0.1), data, iterations=2000)
+    assert found.outcome.kind == "diverged" and bool(torch.isfinite(found.outer["x"]).all())
+
+
+def test_settings_are_checked():
+    for wrong in (
+        lambda: bl.SOBA(inner_lr=-1.0),
+        lambda: bl.AmIGO(inner_steps=0),
+        lambda: bl.TTSA(terms=0),
+        lambda: bl.MRBO(momentum=2.0),
+        lambda: bl.SRBA(period=0),
+    ):
+        with pytest.raises(bl.BilevelError):
+            wrong()
+    with pytest.raises(bl.BilevelError, match=r"does not divide 10 examples.*\[2, 5\]|\[1, 2, 5\]"):
+        len(bl.FixedBatches(torch.arange(10), 3))
+
+
+def test_fixed_batches_are_a_partition_in_every_epoch():
+    batches = bl.FixedBatches({"x": torch.arange(12)}, 4, seed=3)
+    for epoch in range(3):
+        shown = torch.cat([batches(t)["x"] for t in range(3 * epoch + 1, 3 * epoch + 4)])
+        assert sorted(shown.tolist()) == list(range(12))
+    assert batches[1]["x"].data_ptr() == batches.data["x"][4:].data_ptr()
+
+
+def ridge():
+    torch.manual_seed(0)
+    X = torch.randn(40, 3, dtype=torch.float64)
+    y = X.sum(1) + torch.randn(40, dtype=torch.float64)
+    problem = bl.Problem(
+        inner=lambda w, lam, d: ((d[0] @ w - d[1]) ** 2).mean() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, d: ((d[0] @ w - d[1]) ** 2).mean(),
+        init=lambda lam: torch.zeros_like(lam),
+    )
+    return problem, torch.zeros(3, dtype=torch.float64), (X[:20], y[:20]), (X[20:], y[20:])
+
+
+@pytest.mark.parametrize("start", ["cold", "warm", "online"])
+def test_outer_minibatches_with_a_carried_w_by_hand(start):
+    problem, lam, train, val = ridge()
+    task = bl.Task(bl.Minibatches(train, 5), bl.Minibatches(val, 5))
+    call = {"dynamics": bl.GradientDescent(0.05), "steps": 3}
+    found = bl.solve(
+        problem, lam, task, iterations=4, start=start, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), **call
+    )
+    before = None
+    # An online run ends before it would take more inner steps at the last λ.
+    for k in range(3 if start == "online" else 4):
+        shift = 3 * k if start == "warm" else 0
+        here = bl.Task(lambda t, shift=shift: task.train(t + shift), task.val(k + 1))
+        begin = None if start == "cold" or before is None else before.inner if start == "warm" else before
+        before = bl.hypergradient(problem, lam, here, start=begin, **call)
+        lam = lam - 0.1 * before.grad
+    assert torch.allclose(found.outer, lam, rtol=1e-12)
+
+
+@pytest.mark.parametrize("start", ["warm", "online"])
+def test_a_source_of_tasks_carries_w(start):
+    problem, lam, train, val = ridge()
+    batches, others = bl.Minibatches(train, 10), bl.Minibatches(val, 10)
+    call = {"dynamics": bl.GradientDescent(0.05), "steps": 2}
+    settings = {"iterations": 3, "start": start, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1), **call}
+    found = bl.solve(problem, lam, lambda k: bl.Task(batches(k + 1), others(k + 1)), **settings)
+    before = None
+    for k in range(2 if start == "online" else 3):
+        begin = None if before is None else before.inner if start == "warm" else before
+        before = bl.hypergradient(problem, lam, bl.Task(batches(k + 1), others(k + 1)), start=begin, **call)
+        lam = lam - 0.1 * before.grad
+    assert torch.allclose(found.outer, lam, rtol=1e-12)
+    with pytest.raises(bl.BilevelError, match=r"such as task\.val\(1\)"):
+        bl.hypergradient(problem, lam, bl.Task(train, others), **call)
+    with pytest.raises(bl.BilevelError, match="compares values"):
+        bl.solve(problem, lam, bl.Task(train, others), algorithm=bl.LBFGSB(), **call)
+
+
+@pytest.mark.parametrize("algorithm", [bl.SABA(**FIXED), bl.MRBO(terms=2, **FIXED)], ids=["SABA", "MRBO"])
+def test_a_run_resumes_from_its_checkpoint(algorithm, tmp_path):
+    whole = run(algorithm, iterations=12)
+    run(algorithm, iterations=7, checkpoint=tmp_path, checkpoint_every=3)
+    resumed = run(algorithm, iterations=12, checkpoint=tmp_path, checkpoint_every=3)
+    assert torch.equal(resumed.outer["x"], whole.outer["x"])
+    assert resumed.history["value"].tolist() == whole.history["value"].tolist()
+
+
+@pytest.mark.slow
+def test_compiled_derivatives_give_the_same_run():
+    eager, fast = (run(bl.SOBA(**FIXED, compiled=compiled), iterations=10) for compiled in (False, True))
+    assert torch.allclose(eager.outer["x"], fast.outer["x"], rtol=1e-10)

@@ -1,0 +1,64 @@
+"""The additive estimators as scikit-learn's users meet them."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from bilevel.estimators import BilevelAdditiveClassifier, BilevelAdditiveRegressor
+
+# A row of weight 2 is left out as a whole; of two equal rows, one stays.
+DIFFERENT = {"check_sample_weight_equivalence_on_dense_data": "leave-one-out leaves out whole rows"}
+
+
+@parametrize_with_checks(
+    [BilevelAdditiveRegressor(max_iter=3), BilevelAdditiveClassifier(max_iter=3)],
+    expected_failed_checks=lambda estimator: DIFFERENT,
+)
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+def test_scikit_learns_own_checks(estimator, check):
+    check(estimator)
+
+
+def curved(rows=200, seed=0):
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame(
+        {
+            "a": rng.uniform(-2, 2, rows),
+            "b": rng.normal(size=rows),
+            "group": rng.choice(["one", "two", "three"], rows),
+            "noise": rng.normal(size=rows),
+        }
+    )
+    effect = frame["group"].map({"one": 0.0, "two": 1.0, "three": -1.0})
+    y = np.sin(2 * frame["a"]) + 0.5 * frame["b"] + effect + 0.2 * rng.normal(size=rows)
+    frame.loc[rng.uniform(size=rows) < 0.1, "b"] = np.nan
+    return frame, y.to_numpy()
+
+
+def test_a_table_with_curves_categories_and_missing_values():
+    X, y = curved()
+    X_new, y_new = curved(1000, seed=1)
+    model = BilevelAdditiveRegressor().fit(X, y)
+    assert model.score(X_new, y_new) > 0.85
+    assert set(model.penalties_["b"]) == {"linear", "curve", "missing"}
+    assert model.importance_["noise"] < 0.1 * model.importance_["a"]
+
+
+def test_rows_of_weight_zero_are_as_if_they_were_not_there():
+    X, y = curved(120)
+    weight = np.where(np.arange(120) % 4 == 0, 0.0, 1.0)
+    one = BilevelAdditiveRegressor().fit(X, y, weight)
+    two = BilevelAdditiveRegressor().fit(X[weight > 0], y[weight > 0])
+    np.testing.assert_allclose(one.predict(X), two.predict(X), rtol=1e-8)
+
+
+def test_more_columns_than_rows():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 200))
+    y = X[:, :5] @ [2, -1, 1, 1, -2] + 0.1 * rng.normal(size=60)
+    model = BilevelAdditiveRegressor().fit(X, y)
+    assert model.predict(X).shape == (60,)
+    assert len({model.penalties_[f"x{j}"]["linear"] for j in range(200)}) == 1
+    label = np.digitize(y, [-2, 2])
+    assert BilevelAdditiveClassifier().fit(X, label).predict_proba(X).shape == (60, 3)

@@ -1,0 +1,220 @@
+"""The estimators' bilevel problems: all ways agree with each other, with scikit-learn, and go through the engine."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
+from sklearn.model_selection import ShuffleSplit
+
+from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge, search, sums_of_table
+from bilevel.estimators.folds import split
+from bilevel.estimators.hyperparameters import Tether, grouping
+from bilevel.estimators.rows_of_table import RowsOfTable
+from bilevel.estimators.search import PenaltySearch
+from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.structures import LogLoss, SquaredError
+from bilevel.structures.penalties import GroupPenalties
+
+
+def numbers(rows=40, features=8, outputs=1, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows, features)) + 1
+    y = 2 * X[:, :outputs] + rng.normal(size=(rows, outputs)) + 3
+    weight = rng.uniform(0.5, 2, rows)
+    weight[3] = 0
+    return X, y, weight, torch.from_numpy(rng.normal(size=features))
+
+
+def classes(X, outputs):
+    codes = (X[:, 0] > 1).astype(int) + (outputs > 1) * (X[:, 1] > 1)
+    return codes, np.eye(3)[codes] if outputs > 1 else np.eye(2)[codes][:, 1:]
+
+
+def searched(table, folds):
+    return PenaltySearch(table, folds, table.penalties.features, (-9.0, 9.0), 50, 1e-9)
+
+
+def same(one, other, lam, tolerance=1e-9):
+    a, b = one.evaluate(lam), other.evaluate(lam)
+    assert float(a.value) == pytest.approx(float(b.value), rel=tolerance)
+    np.testing.assert_allclose(a.grad, b.grad, rtol=1e2 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_sums_and_rows_are_the_same_ridge(outputs, intercept):
+    X, y, weight, lam = numbers(outputs=outputs)
+    every = grouping("per-feature", 8)
+    for cv in (3, ShuffleSplit(4, test_size=0.3, random_state=1)):
+        folds = split(cv, X, y[:, 0], weight, classes=False, random_state=0)
+        first = searched(SumsOfTable(X, y, folds, every, intercept), folds)
+        for given in (X, sparse.csr_matrix(X)):
+            same(first, searched(SumsOfTable(given, y, folds, every, intercept), folds), lam)
+            rows = RowsOfTable(given, y, folds, every, intercept, SquaredError())
+            same(first, searched(rows, folds), lam)
+            rows.kernel = False
+            same(first, searched(rows, folds), lam)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+def test_an_elastic_net_with_many_features_needs_no_matrix_of_them(monkeypatch, intercept):
+    X, y, weight, lam = numbers(outputs=2)
+    folds, every = split(3, X, y[:, 0], weight, classes=False, random_state=0), grouping("per-feature", 8)
+    lam = 0.4 * lam - 1
+    narrow = searched(SumsOfTable(X, y, folds, every, intercept, 0.6), folds)
+    thin = searched(SumsOfTable(sparse.csr_matrix(X), y, folds, every, intercept, 0.6), folds)
+    monkeypatch.setattr(sums_of_table, "LARGEST", 2)
+    for given in (X, sparse.csr_matrix(X)):
+        wide = SumsOfTable(given, y, folds, every, intercept, 0.6)
+        assert wide.wide
+        same(narrow, searched(wide, folds), lam)
+    same(narrow, thin, lam)
+
+
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("sparsely", [False, True])
+def test_training_on_all_rows_is_scikit_learns_fit_at_equal_penalties(intercept, sparsely):
+    X, y, weight, _ = numbers(outputs=2)
+    codes, indicators = classes(X, 2)
+    given, shared = sparse.csr_matrix(X) if sparsely else X, grouping("shared", 8)
+    lam = torch.full((1,), np.log(0.7))
+    folds = split(3, X, y[:, 0], weight, classes=False, random_state=0)
+    everything = np.ones((1, folds.train.shape[1]), dtype=bool)
+    whole = replace(folds, train=everything, val=everything)
+    settings = {"fit_intercept": intercept, "tol": 1e-12}
+    for table, rival in [
+        (SumsOfTable(given, y, folds, shared, intercept), Ridge(0.7, **settings)),
+        (RowsOfTable(given, y, folds, shared, intercept, SquaredError()), Ridge(0.7, **settings)),
+        (
+            SumsOfTable(given, y, folds, shared, intercept, 0.6),
+            ElasticNet(0.7, l1_ratio=0.6, max_iter=100_000, **settings),
+        ),
+    ]:
+        coef, b = table.coefficients(searched(table, whole).evaluate(lam).inner, whole)
+        rival.fit(X, y, sample_weight=weight)
+        np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-8)
+        np.testing.assert_allclose(b, rival.intercept_, atol=1e-8)
+    rival = LogisticRegression(C=1 / 0.7, max_iter=10_000, **settings).fit(X, codes, sample_weight=weight)
+    for dense in (True, False):
+        table = RowsOfTable(given, indicators, folds, shared, intercept, LogLoss())
+        table.dense, table.stale = dense, False
+        coef, b = table.coefficients(searched(table, whole).evaluate(lam).inner, whole)
+        np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-5)
+        np.testing.assert_allclose(b - b.mean(), rival.intercept_ - np.mean(rival.intercept_), atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_curvature_told_to_the_certificate_is_a_lower_bound(outputs):
+    X, y, weight, lam = numbers(outputs=outputs)
+    folds, every = split(3, X, y[:, 0], weight, classes=False, random_state=0), grouping("per-feature", 8)
+    indicators = classes(X, outputs)[1]
+    for table in (
+        SumsOfTable(X, y, folds, every, True),
+        RowsOfTable(X, y, folds, every, True, SquaredError()),
+        RowsOfTable(X, y, folds, every, False, SquaredError()),
+        RowsOfTable(X, indicators, folds, every, True, LogLoss()),
+    ):
+        found = searched(table, folds)
+        w = found.evaluate(lam).inner
+        told = table.curvature(lam, found.task, w)
+        hessian = torch.autograd.functional.hessian(
+            lambda w, t=table, f=found: t.problem.inner(w, lam, f.task.train), w
+        )
+        true = float(torch.linalg.eigvalsh(hessian.reshape(w.numel(), -1))[0])
+        assert 0.001 * true < told <= true * (1 + 1e-9)
+
+
+def test_folds_that_train_on_the_same_rows_are_solved_once():
+    X, y, weight, lam = numbers()
+    indicators, every = classes(X, 1)[1], grouping("per-feature", 8)
+    whole, halves = (
+        split(0.3, X, indicators[:, 0], weight, classes=True, random_state=0, halve_holdout=halve)
+        for halve in (False, True)
+    )
+    assert (whole.count, halves.count) == (1, 2)
+    table = RowsOfTable(X, indicators, whole, every, True, LogLoss())
+    halved = RowsOfTable(X, indicators, halves, every, True, LogLoss())
+    a, b = searched(table, whole), searched(halved, halves)
+    assert a.w.shape == b.w.shape == (1, 1, 9)
+    same(a, b, lam)
+    sizes = [halves.only(k).total for k in (0, 1)]
+    parts = [float(searched(halved, halves.only(k)).evaluate(lam).value) for k in (0, 1)]
+    assert np.average(parts, weights=sizes) == pytest.approx(float(a.evaluate(lam).value), rel=1e-10)
+    same(
+        searched(SumsOfTable(X, y, whole, every, True), whole),
+        searched(SumsOfTable(X, y, halves, every, True), halves),
+        lam,
+    )
+    twice = replace(whole, train=np.repeat(whole.train, 2, 0), val=np.repeat(whole.val, 2, 0))
+    assert twice.merged() is twice
+
+
+def test_fewer_folds_are_the_criterion_of_the_rows_that_are_left():
+    X, y, weight, lam = numbers()
+    folds, every = split(3, X, y[:, 0], weight, classes=False, random_state=0), grouping("per-feature", 8)
+    rest = searched(SumsOfTable(X, y, folds, every, True), folds).on(folds.without(1), 50, 1e-9)
+    left = ~folds.val[1][folds.cell]
+    by_hand = replace(
+        folds,
+        cell=folds.cell[left],
+        weight=folds.weight[left],
+        train=folds.train[[0, 2]] & ~folds.val[1],
+        val=folds.val[[0, 2]],
+    )
+    same(rest, searched(RowsOfTable(X[left], y[left], by_hand, every, True, SquaredError()), by_hand), lam)
+
+
+@pytest.mark.parametrize("estimator", [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression])
+def test_every_evaluation_of_the_criterion_goes_through_the_engine(monkeypatch, estimator):
+    X, y, _, _ = numbers()
+    calls = {"hypergradient": 0, "solve": 0}
+
+    def counted(name):
+        original = getattr(search, name)
+
+        def call(*args, **settings):
+            calls[name] += 1
+            return original(*args, **settings)
+
+        monkeypatch.setattr(search, name, call)
+
+    counted("hypergradient")
+    counted("solve")
+    goal = classes(X, 1)[0] if estimator is BilevelLogisticRegression else y[:, 0]
+    estimator(cv=3, tether=1.0, max_iter=5).fit(X, goal)
+    # One penalty, a path of two tethers; a grid of eleven points before, the certificate and all rows after.
+    assert calls["solve"] == 3
+    assert calls["hypergradient"] >= 14
+
+
+def test_the_tether_is_zero_for_equal_penalties_and_grows_with_their_distance():
+    assert float(Tether()(torch.full((4,), 2.5).double(), 1.0)) == pytest.approx(0, abs=1e-12)
+    near, far = (float(Tether()(torch.tensor([0.0, d]).double(), 1.0)) for d in (1e-3, 40.0))
+    assert near == pytest.approx(2 * 0.5 * 2 * (0.5e-3) ** 2, rel=1e-3)
+    assert far == pytest.approx(2 * 2 * (20 - np.log(2)), rel=1e-9)
+
+
+@pytest.mark.parametrize("groups", [None, torch.tensor([1, 0, 1, 2])], ids=["per-feature", "groups"])
+@pytest.mark.parametrize("size", [1, 0], ids=["one", "several"])
+def test_derivatives_written_by_hand_are_those_of_autograd(groups, size):
+    penalties = GroupPenalties(4, groups, scale=0.3)
+    lam = torch.randn(size or (4 if groups is None else 3), generator=torch.manual_seed(0)).double().requires_grad_()
+    weight = torch.tensor(0.7).double()
+    for function, data in ((penalties, ()), (Tether(), (weight,))):
+        wanted = function(lam, *data)
+        v = torch.arange(1.0, 1 + wanted.numel()).double().reshape(wanted.shape)
+        (slope,) = torch.autograd.grad(wanted, lam, v)
+        with torch.no_grad():
+            found, pullback = function.linearised(lam, *data)
+            torch.testing.assert_close(found, wanted.detach())
+            torch.testing.assert_close(pullback(v), slope)
+
+
+def test_groups_may_have_any_names():
+    groups = grouping(["b", "a", "b"], 3)
+    assert groups.count == 2
+    np.testing.assert_array_equal(groups.of, [1, 0, 1])
+    np.testing.assert_array_equal(groups.mean(np.array([1.0, 10.0, 100.0])), [10, 50.5])

@@ -1,0 +1,122 @@
+"""`inner_solution`: w_T in the caller's graph, by every method, to every order."""
+
+import pytest
+import torch
+
+import bilevel as bl
+from bilevel import trees
+from bilevel.testing import central_differences, relative_error
+from bilevel.testing.problems import examples
+
+SETTINGS = {"dynamics": bl.HeavyBall(0.1, 0.3), "steps": 6}
+
+
+def live(tree):
+    return trees.map(lambda leaf: leaf.clone().requires_grad_(), tree)
+
+
+def ridge():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(12, 4, generator=generator), torch.randn(12, generator=generator)
+    problem = bl.Problem(
+        inner=lambda w, lam, data: ((data[0] @ w - data[1]) ** 2).mean() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, data: (w**2).sum(),
+        init=lambda lam: torch.zeros(4),
+    )
+    return problem, torch.linspace(-2, 0, 4), bl.Task((x, y), None)
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Unrolled(), bl.Forward(), "auto"], ids=str)
+@pytest.mark.parametrize("index", range(len(examples())), ids=[example.name for example in examples()])
+def test_a_loss_of_the_solution_is_the_objective(index, method):
+    example = examples()[index]
+    lam = live(example.lam)
+    bl.objective(example.problem, lam, example.task, method=method, **SETTINGS).backward()
+    again = live(example.lam)
+    encoded = example.task if example.problem.encode is None else example.problem.encode(again, example.task)
+    w = bl.inner_solution(example.problem, again, example.task, method=method, allow_unused=True, **SETTINGS)
+    example.problem.outer(w, again, encoded.val).backward()
+    found, expected = (trees.map(lambda leaf: leaf.grad, tree) for tree in (again, lam))
+    assert relative_error(found, expected) < (1e-4 if trees.leaves(lam)[0].dtype == torch.float32 else 1e-10)
+
+
+def test_the_closed_form_in_the_limit():
+    """Implicit differentiation, two losses, and a λ that a network computes."""
+    problem, lam, task = ridge()
+    x, y = task.train
+    point = lam.clone().requires_grad_()
+    w = bl.inner_solution(problem, 2 * point, task, dynamics=bl.GradientDescent(0.2), steps=3000, method=bl.Implicit())
+    (w.sum() + (w**3).sum()).backward()
+    exact = lam.clone().requires_grad_()
+    solved = torch.linalg.solve(x.T @ x / 12 + torch.diag((2 * exact).exp()), x.T @ y / 12)
+    (solved.sum() + (solved**3).sum()).backward()
+    assert relative_error(w.detach(), solved.detach()) < 1e-9 and relative_error(point.grad, exact.grad) < 1e-8
+
+
+def test_the_jacobian_and_the_second_derivative():
+    problem, lam, task = ridge()
+    call = {"dynamics": bl.GradientDescent(0.2), "steps": 20}
+
+    def solution(lam):
+        return bl.inner_solution(problem, lam, task, **call)
+
+    jacobian = torch.autograd.functional.jacobian(solution, lam)
+    for i in range(4):
+        truth = central_differences(lambda lam, i=i: solution(lam.detach())[i], lam)
+        assert relative_error(jacobian[i], truth) < 1e-6
+    hessian = torch.autograd.functional.hessian(lambda lam: (solution(lam) ** 3).sum(), lam)
+    slope = lambda lam: torch.autograd.functional.jacobian(lambda lam: (solution(lam) ** 3).sum(), lam)  # noqa: E731
+    for i in range(4):
+        truth = central_differences(lambda lam, i=i: slope(lam)[i], lam)
+        assert relative_error(hessian[i], truth) < 1e-6
+
+
+def test_several_tasks_and_data_that_require_grad():
+    problem, lam, task = ridge()
+    x, y = task.train
+    targets = y.clone().requires_grad_()
+    tasks = [bl.Task((x, targets), None), bl.Task((x[:8], y[:8]), None)]
+    call = {"dynamics": bl.GradientDescent(0.2), "steps": 20}
+    one, two = bl.inner_solution(problem, lam.requires_grad_(), tasks, **call)
+    (one.sum() * two.sum()).backward()
+    grads = [lam.grad.clone(), targets.grad.clone()]
+    lam.grad = targets.grad = None
+
+    def plain(train):
+        w = torch.zeros(4)
+        for _ in range(20):
+            w = w - 0.2 * (2 * train[0].T @ (train[0] @ w - train[1]) / len(train[1]) + 2 * lam.exp() * w)
+        return w
+
+    (plain(tasks[0].train).sum() * plain(tasks[1].train).sum()).backward()
+    assert relative_error(grads, [lam.grad, targets.grad]) < 1e-10
+
+
+def test_where_nothing_requires_grad_nothing_is_recorded():
+    problem, lam, task = ridge()
+    assert not bl.inner_solution(problem, lam, task, **SETTINGS).requires_grad
+    with torch.no_grad():
+        assert not bl.inner_solution(problem, lam.requires_grad_(), task, **SETTINGS).requires_grad
+
+
+def test_refusals():
+    problem, lam, task = ridge()
+    both = {"used": lam.requires_grad_(), "unused": torch.zeros(2, requires_grad=True)}
+    other = bl.Problem(
+        lambda w, lam, data: problem.inner(w, lam["used"], data), problem.outer, lambda lam: torch.zeros(4)
+    )
+    w = bl.inner_solution(other, both, task, **SETTINGS)
+    with pytest.raises(bl.BilevelError, match=r"\['unused'\]"):
+        w.sum().backward()
+    w = bl.inner_solution(other, both, task, allow_unused=True, **SETTINGS)
+    w.sum().backward()
+    assert torch.equal(both["unused"].grad, torch.zeros(2))
+
+    w = bl.inner_solution(problem, lam, task, method=bl.Truncated(2), **SETTINGS)
+    (slope,) = torch.autograd.grad(w.sum(), lam, create_graph=True)
+    with pytest.raises(bl.BilevelError, match="second derivative"):
+        slope.sum().backward()
+    with pytest.raises(bl.BilevelError, match=r"torch.func.grad"):
+        torch.func.grad(lambda lam: bl.inner_solution(problem, lam, task, **SETTINGS).sum())(lam.detach())
+    with pytest.raises(bl.DivergenceError):
+        bl.inner_solution(problem, lam, task, dynamics=bl.GradientDescent(1e3), steps=400)

@@ -1,0 +1,141 @@
+"""Calibration: the temperature is the minimiser, errors are those of the definition, thresholds have their rate."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bilevel import learners
+from bilevel.data.arrays import from_arrays
+from bilevel.errors import BilevelError
+from bilevel.learners.calibration import Calibration, calibrate, calibration_error, nearest, own_threshold, temperature
+from bilevel.learners.catalogue.prototypical import Prototypical
+from bilevel.learners.choice import choose
+from bilevel.learners.classifier import FewShotClassifier
+from bilevel.tasks.episodes import Episodes
+
+
+def draws(count=4000, factor=3.0, seed=0):
+    """Logits that are `factor` times too large, with answers drawn from what they should be."""
+    generator = torch.Generator().manual_seed(seed)
+    right = torch.randn(count, 5, generator=generator, dtype=torch.float64) * 2
+    return factor * right, torch.multinomial(right.softmax(1), 1, generator=generator)[:, 0]
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 12.0])
+def test_the_temperature_minimises_the_cross_entropy_and_finds_the_right_one(factor):
+    logits, answers = draws(factor=factor)
+    tau = temperature(logits, answers)
+
+    def loss(t):
+        return float(F.cross_entropy(logits / t, answers))
+
+    assert all(loss(tau) <= loss(tau * change) for change in (0.999, 1.001, 0.5, 2))
+    assert tau == pytest.approx(factor, rel=0.1)
+    assert 1 / 64 <= temperature(logits[:5], logits[:5].argmax(1)) < 0.1  # nothing wrong: cold, and bounded
+
+
+def test_the_calibration_error_is_that_of_the_definition():
+    logits, answers = draws()
+    p = logits.softmax(1)
+    confidence, said = p.max(1)
+    right = (said == answers).double()
+    expected = 0.0
+    for k in range(15):
+        inside = (confidence > k / 15) & (confidence <= (k + 1) / 15)
+        if inside.any():
+            expected += float(inside.double().mean()) * abs(float(right[inside].mean() - confidence[inside].mean()))
+    assert calibration_error(p, answers) == pytest.approx(expected, abs=1e-9)
+    assert calibration_error((logits / 3).softmax(1), answers) < 0.03 < 0.1 < calibration_error(p, answers)
+
+
+def blobs(seed=0, classes=16, each=12, noise=0.12):
+    """Images of classes that are a random picture each, with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    middles = torch.rand(classes, 1, 6, 6, 1, generator=generator)
+    images = (middles + noise * torch.randn(classes, each, 6, 6, 1, generator=generator)).clamp(0, 1)
+    labels = torch.arange(classes)[:, None].expand(classes, each).flatten()
+    splits = {
+        "train": range(classes - 12),
+        "val": range(classes - 12, classes - 6),
+        "test": range(classes - 6, classes),
+    }
+    return from_arrays(images.flatten(0, 1).numpy(), labels.numpy(), splits=splits)
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 16), torch.nn.Tanh())
+
+
+def test_calibrating_a_learner_and_taking_the_nearest_card():
+    data, learner = blobs(), Prototypical(net(), (1, 6, 6))
+    val, test = (Episodes(data, split, 3, 2, 5) for split in ("val", "test"))
+    made = calibrate(learner, val, test, 30, 1)
+    assert made.error < made.error_before and made.error < 0.1 and made.accuracy > 0.8
+    assert abs(made.false_alarms["0.05"] - 0.05) < 0.05 and made.found["0.2"] > made.false_alarms["0.2"] + 0.2
+    assert Calibration.of(made.plain()) == made
+    other = {**made.plain(), "ways": 20, "temperature": 2.0}
+    assert nearest([made.plain(), other], 4, 2, made.batch_norm) == made
+    assert nearest([made.plain(), other], 30, 2, made.batch_norm).temperature == 2
+    assert nearest([made.plain()], 4, 2, "running") is None
+    with pytest.raises(BilevelError, match="Evaluate the model again"):
+        Calibration.of({**made.plain(), "temperature": float("nan")})
+    with pytest.raises(BilevelError, match="is not known to the model's card; it has"):
+        made.threshold(0.07)
+
+
+def test_none_of_these_from_the_labelled_pictures_has_its_rate():
+    learner = Prototypical(net(), (1, 6, 6))
+    alarms, found = [], []
+    for seed in range(6):
+        data = blobs(seed, classes=16, each=25)
+        images, labels = torch.from_numpy(data.images), torch.from_numpy(data.labels)
+        known = (torch.arange(len(labels)) % 25 < 10) & (labels < 4)
+        classifier = learner.adapt(images[known], labels[known])
+        bound, count = own_threshold(classifier, 0.1)
+        assert count == 40
+        best = classifier.scores(images).max(1).values
+        alarms.append((best[~known & (labels < 4)] < bound).double().mean())
+        found.append((best[labels >= 4] < bound).double().mean())
+    assert 0.02 < float(torch.stack(alarms).mean()) < 0.18 and float(torch.stack(found).mean()) > 0.6
+    few = learner.adapt(images[[0, 1, 25, 26]], labels[[0, 1, 25, 26]])
+    assert own_threshold(few, 0.1) is None and own_threshold(few, 0.2) is not None
+    assert own_threshold(learner.adapt(images[[0, 25]], labels[[0, 25]]), 0.4) is None
+
+
+@pytest.mark.parametrize("name", learners.names())
+def test_every_learner_is_kept_and_loaded(name, tmp_path):
+    kind = learners.get(name)
+    network = "omniglot-net" if "network" in kind.Options.__dataclass_fields__ else None
+    learner = kind(network, (1, 28, 28))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (12, 28, 28, 1), generator=generator, dtype=torch.uint8)
+    classifier = learner.adapt(images[:10], list("abcde") * 2)
+    classifier.temperature = 0.5
+    classifier.save(tmp_path / "kept.safetensors", {"more": [1]})
+    again, facts = FewShotClassifier.load(tmp_path / "kept.safetensors")
+    assert facts == {"more": [1]} and again.classes == list("abcde") and again.temperature == 0.5
+    torch.testing.assert_close(
+        again.predict_proba(images[10:]), classifier.predict_proba(images[10:]), rtol=1e-3, atol=1e-4
+    )
+
+
+def test_what_cannot_be_kept_or_loaded(tmp_path):
+    learner = Prototypical(net(), (1, 6, 6))
+    classifier = learner.adapt(torch.rand(4, 1, 6, 6), [("a", 1), ("b", 2)] * 2)
+    with pytest.raises(BilevelError, match="label images by texts or numbers"):
+        classifier.save(tmp_path / "kept.safetensors")
+    learner.save(tmp_path / "model")
+    with pytest.raises(BilevelError, match="is no classifier that"):
+        FewShotClassifier.load(tmp_path / "model.safetensors")
+    learner.adapt(torch.rand(4, 1, 6, 6), [0, 1] * 2).save(tmp_path / "own.safetensors")
+    with pytest.raises(BilevelError, match="module"):
+        FewShotClassifier.load(tmp_path / "own.safetensors")
+    assert FewShotClassifier.load(tmp_path / "own.safetensors", net())[0].classes == [0, 1]
+
+
+def test_the_zoo_is_calibrated_and_chosen_from():
+    assert choose(30, 30, 5, 1).spec == "zoo:omniglot-5way-1shot"
+    assert choose(9, 10, 30, 1).spec == "zoo:omniglot-20way-1shot"
+    photos = choose(3, 30, 5, 4)
+    assert photos.spec.startswith("zoo:miniimagenet") and "3 of 30 pictures look like drawings" in photos.why

@@ -1,0 +1,128 @@
+"""Files that somebody damaged or forged, and calls that cannot work: each is refused with a sentence."""
+
+import json
+import os
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_meta_training import SMALL
+
+from bilevel import BilevelError, DivergenceError, HyperRepresentation, distributed
+from bilevel.data.files import read_file
+from bilevel.files import read_json
+from bilevel.learners import library
+from bilevel.learners.training import FewShotTraining
+from bilevel.training.files import read_tensors
+from small_learner import episodes, learner
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The stem of a saved learner."""
+    torch.set_default_dtype(torch.float32)
+    HyperRepresentation("omniglot-net", (1, 28, 28), steps=2).save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda x: x * torch.nan, "not finite"),
+        (lambda x: x + torch.inf, "not finite"),
+        (lambda x: x.to(torch.int8), "are torch.int8"),
+        (lambda x: x > 0, "are torch.bool"),
+    ],
+)
+def test_weights_that_are_no_finite_numbers(saved, damage, message):
+    file = saved.with_suffix(".safetensors")
+    weights = read_tensors(file)[0]
+    name = sorted(weights)[-1]
+    save_file({**weights, name: damage(weights[name])}, file)
+    for load in (lambda: HyperRepresentation.load(saved), lambda: library.find(str(saved))):
+        with pytest.raises(BilevelError, match=f"{name} are") as refused:
+            load()
+        assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [1, -28, 28]}, "must be (channels, height, width)"),
+        ({"shape": [1, 28.5, 28]}, "must be (channels, height, width)"),
+        ({"shape": [1, 10**6, 10**6]}, "must be (channels, height, width)"),
+        ({"shape": 5}, "does not say which learner"),
+        ({"shape": None}, "does not say which learner"),
+        ({"name": ["x"]}, "There is no learner ['x']"),
+        ({"steps": 10**9}, "would not end"),
+        ({"inner_lr": 1e300}, "infinite in single precision"),
+        ({"inner_lr": "x"}, "is not a number"),
+    ],
+)
+def test_cards_with_impossible_values(saved, change, message):
+    file = saved.with_suffix(".json")
+    card = json.loads(file.read_text())
+    file.write_text(json.dumps({**card, "learner": {**card["learner"], **change}}))
+    with pytest.raises(BilevelError) as refused:
+        library.find(str(saved))
+    assert message in str(refused.value)
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(BilevelError, match="nested too deeply"):
+        read_json(tmp_path / "deep.json")
+
+
+def written(path, header):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return path
+
+
+def test_headers_of_tensors_that_nobody_wrote(tmp_path):
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    many = written(tmp_path / "many.safetensors", {f"x{k}": entry for k in range(100_000)})
+    with pytest.raises(BilevelError, match=r"holds 100,000 tensors"):
+        read_tensors(many)
+    for facts in ("5", "[" * 100_000, "{"):
+        odd = written(tmp_path / "odd.safetensors", {"__metadata__": {"bilevel": facts}, "x": entry})
+        with pytest.raises(BilevelError, match="is damaged"):
+            read_tensors(odd)
+
+
+def test_errors_name_some_of_many_tensors():
+    with pytest.raises(BilevelError, match="and 92 more") as refused:
+        model = learner()
+        model.set_weights({**model.lam, **{f"x{k}": torch.zeros(1) for k in range(100)}})
+    assert len(str(refused.value)) < 200
+
+
+def test_no_episodes_at_all():
+    batch = episodes(2)
+    empty = type(batch)(tuple(x[:0] for x in batch.train), tuple(x[:0] for x in batch.val))
+    for nothing in ([], empty):
+        with pytest.raises(BilevelError, match="pass at least one"):
+            learner().hypergradient(nothing)
+
+
+def test_a_count_of_restarts_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "x")
+    with pytest.raises(BilevelError, match="TORCHELASTIC_RESTART_COUNT=x is not a whole number"):
+        distributed.restarted()
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.png")
+    with pytest.raises(BilevelError, match="not a regular file"):
+        read_file(tmp_path / "x.png")
+
+
+def test_a_step_size_without_bounds_is_called_divergence(data):
+    torch.set_default_dtype(torch.float32)
+    job = FewShotTraining(replace(SMALL, lr=1e10), data)
+    with pytest.raises(DivergenceError, match=r"λ has grown to .*smaller lr than 1e\+10"):
+        for k in range(1, 4):
+            job.step(k)

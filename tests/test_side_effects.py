@@ -1,0 +1,58 @@
+"""No library call changes the user's process: allocator, threads, standard output, default dtype, warnings."""
+
+import ctypes
+import sys
+import warnings
+
+import pytest
+import torch
+
+import bilevel as bl
+
+PROBLEM = bl.Problem(
+    inner=lambda w, lam, data: ((data @ w - 1) ** 2).mean() + lam.exp() * (w**2).sum(),
+    outer=lambda w, lam, data: ((data @ w - 1) ** 2).mean(),
+    init=lambda lam: torch.zeros(3, dtype=lam.dtype),
+)
+SETTINGS = {"dynamics": bl.GradientDescent(lr=0.1), "steps": 5}
+
+
+def task():
+    return bl.Task(torch.randn(6, 3), torch.randn(6, 3))
+
+
+def few_shot():
+    learner = bl.HyperRepresentation("omniglot-net", shape=(1, 28, 28), steps=2)
+    images, labels = torch.rand(3, 4, 1, 28, 28), torch.tensor([0, 1, 0, 1]).expand(3, -1)
+    episodes = bl.Task((images, labels), (images, labels))
+    learner.hypergradient(episodes)
+    learner.accuracies(episodes, steps=2)
+
+
+CALLS = {
+    "hypergradient": lambda: bl.hypergradient(PROBLEM, torch.zeros(()), task(), **SETTINGS),
+    "objective": lambda: bl.objective(PROBLEM, torch.zeros((), requires_grad=True), task(), **SETTINGS).backward(),
+    "certify": lambda: bl.certify(PROBLEM, torch.zeros(()), task(), **SETTINGS),
+    "solve": lambda: bl.solve(PROBLEM, torch.zeros(()), task(), iterations=2, **SETTINGS),
+    "few-shot": few_shot,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_library_call_leaves_the_process_as_it_was(call, monkeypatch, capfd):
+    def loaded(name, *rest, **options):
+        assert name is not None, "the C library was opened, as mallopt needs it"
+        return found(name, *rest, **options)
+
+    found = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", loaded)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        state = torch.get_default_dtype(), warnings.showwarning, sys.stdout, torch.is_grad_enabled()
+        CALLS[call]()
+        assert torch.get_num_threads() == 2
+        assert state == (torch.get_default_dtype(), warnings.showwarning, sys.stdout, torch.is_grad_enabled())
+        assert capfd.readouterr().out == ""
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,140 @@
+"""`torchrun script.py` with `solve`: the same bits for any number of ranks, also after a kill and with other ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import solve_script
+import torch
+from processes import ENVIRONMENT, finish, wait_for, worker
+
+import bilevel as bl
+
+ITERATIONS = 10
+EVERY = ["cold", "warm", "online", "source", "iterator", "lbfgsb", "diverging"]
+LATER = [case for case in EVERY if case != "diverging"]
+
+
+def two_ranks(folder, case, *pause, restarts=0):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    words = [*launcher, solve_script.__file__, str(folder), case, str(ITERATIONS), *map(str, pause)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *words], **pipes, text=True, env=ENVIRONMENT)
+
+
+def result(folder, case, rank):
+    return json.loads((folder / case / f"{rank}.json").read_text())
+
+
+def alone(folder, case, iterations=ITERATIONS, **settings):
+    """The run of one process: this one, in single precision as a script is."""
+    torch.set_default_dtype(torch.float32)
+    return solve_script.digits(solve_script.run(case, folder, iterations, **settings))
+
+
+def test_ranks_return_what_one_process_returns(tmp_path):
+    code, _, err = finish(two_ranks(tmp_path / "two", ",".join([*EVERY, "different"])))
+    assert code == 0, err
+    for case in EVERY:
+        one = alone(tmp_path / "one", case)
+        assert ("Diverged" in one["outcome"]) == (case == "diverging")
+        assert result(tmp_path / "two", case, 0) == result(tmp_path / "two", case, 1) == one, case
+    for rank in (0, 1):
+        assert "with different λ, tasks or steps" in result(tmp_path / "two", "different", rank)["error"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
+@pytest.mark.parametrize(("case", "restarts"), [("warm", 1), ("online", 0)])
+def test_a_killed_rank_is_resumed(tmp_path, case, restarts):
+    """By torchrun with two ranks; and, where torchrun gives up, by one process."""
+    process = two_ranks(tmp_path / "two", case, 0.1, restarts=restarts)
+    wait_for(tmp_path / "two" / case / "checkpoints" / "000000004.safetensors", process)
+    os.kill(worker(process, 1), signal.SIGKILL)
+    code, _, err = finish(process)
+    assert (code == 0) == bool(restarts), err
+    whole = alone(tmp_path / "one", case)
+    found = result(tmp_path / "two", case, 1) if restarts else alone(tmp_path / "two", case)
+    assert found == whole
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, case):
+    def interrupt(here):
+        if here.k == 6:
+            raise KeyboardInterrupt
+
+    assert "Interrupted" in alone(tmp_path / "cut", case, callbacks=[interrupt])["outcome"]
+    seen = []
+    found = alone(tmp_path / "cut", case, callbacks=[lambda here: seen.append(here.k)])
+    assert seen[0] == 4 and found == alone(tmp_path / "whole", case)
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_finished_run_is_not_repeated_and_can_be_made_longer(tmp_path, case):
+    first, seen = alone(tmp_path / "run", case), []
+    assert alone(tmp_path / "run", case, callbacks=[lambda here: seen.append(here.k)]) == first and seen == []
+    assert alone(tmp_path / "run", case, 14) == alone(tmp_path / "long", case, 14)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 7]),
+    ],
+)
+def test_optimisers_and_schedulers_go_on(tmp_path, scheduler):
+    optimizer = lambda p: torch.optim.RMSprop(p, lr=0.05, momentum=0.9)  # noqa: E731
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "patience": 20}
+    alone(tmp_path / "run", "cold", 5, **settings)
+    assert alone(tmp_path / "run", "cold", **settings) == alone(tmp_path / "whole", "cold", **settings)
+
+
+def test_a_line_search_goes_on(tmp_path):
+    settings = {"optimizer": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), "start": "warm", "steps": 3}
+    alone(tmp_path / "run", "cold", 5, **settings)
+    assert alone(tmp_path / "run", "cold", **settings) == alone(tmp_path / "whole", "cold", **settings)
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path):
+    alone(tmp_path, "cold")
+    for changed, words in (
+        ({"steps": 7}, "steps: 15 there, 7 here"),
+        ({"tasks": [solve_script.task(9)]}, "tasks: "),
+        ({"start": "warm"}, "start: cold there, warm here"),
+        ({"algorithm": bl.LBFGSB()}, "algorithm: Descent there, LBFGSB here"),
+    ):
+        with pytest.raises(bl.BilevelError, match="are those of another run") as error:
+            alone(tmp_path, "cold", **changed)
+        assert words in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(tmp_path):
+    whole = alone(tmp_path, "cold")
+    newest = tmp_path / "cold" / "checkpoints" / "000000010.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-3])
+    with pytest.warns(bl.BilevelWarning, match="Looking for the checkpoint before it"):
+        assert alone(tmp_path, "cold") == whole
+
+
+def test_what_a_checkpoint_cannot_hold_is_said(tmp_path):
+    rate = lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40)  # noqa: E731
+
+    class Stateful(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "path": Path("here")}
+
+    with pytest.raises(bl.BilevelError, match="A checkpoint cannot hold PosixPath"):
+        alone(tmp_path, "cold", optimizer=lambda p: Stateful(p, lr=0.1), scheduler=rate, raise_on_failure=True)
+
+    class Own(bl.Algorithm):
+        def minimise(self, outer):
+            raise AssertionError("no work before the check")
+
+    with pytest.raises(bl.BilevelError, match="Own cannot go on from a state in the middle"):
+        alone(tmp_path, "cold", algorithm=Own())
