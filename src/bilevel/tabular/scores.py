@@ -39,8 +39,9 @@ def table_score(
 
     >>> table_score(np.array([1.0, 3.0]), np.array([1.0, 2.0]))["r2"]
     0.5
-    >>> table_score(np.array(["a", "b"]), np.array([[0.6, 0.4], [0.5, 0.5]]), classes=["a", "b"])
-    {'accuracy': 0.5, 'balanced_accuracy': 0.5, 'auc': 1.0, 'log_loss': 0.6019864021629678}
+    >>> scores = table_score(np.array(["a", "b"]), np.array([[0.6, 0.4], [0.5, 0.5]]), classes=["a", "b"])
+    >>> {name: round(score, 4) for name, score in scores.items()}
+    {'accuracy': 0.5, 'balanced_accuracy': 0.5, 'auc': 1.0, 'log_loss': 0.602}
     """
     weights = np.ones(len(y)) if weights is None else weights
     loss = float(np.average(row_losses(y, predicted, classes), weights=weights))
