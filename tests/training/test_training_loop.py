@@ -16,6 +16,7 @@ from bilevel.training.files import read_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
 from bilevel.training.loop import Run, Schedule
+from bilevel.training.parts import JobStep, Metrics
 from bilevel.training.stopping import EarlyStopping, Interrupted, stop_requests
 
 
@@ -296,3 +297,10 @@ def test_no_hyperiterations_at_all(folder):
     ending = train(Walk(), folder, plan(0))
     assert ending.outcome == "Ran all 0 hyperiterations." and folder.best.exists() and folder.last.exists()
     assert train(Walk(), folder, plan(2)).iteration == 2
+
+
+def test_numbers_that_an_earlier_version_did_not_log():
+    written = []
+    metrics = Metrics(2, 10, lambda k, means: written.append(means), losses=[{"loss": 1.0, "images_per_second": 5.0}])
+    metrics(2, JobStep({"loss": 3.0, "images_per_second": 7.0, "processor_seconds": 0.5}))
+    assert written == [{"loss": 2.0, "images_per_second": 6.0, "processor_seconds": 0.5}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from bilevel.errors import Outcome
@@ -45,7 +46,8 @@ class Metrics:
         if step.numbers is None:
             return
         self.losses.append(step.numbers)
-        means = {name: sum(line[name] for line in self.losses) / len(self.losses) for name in step.numbers}
+        # Lines of a checkpoint that an earlier version wrote may lack a number.
+        means = {name: fmean(line[name] for line in self.losses if name in line) for name in step.numbers}
         self.show(k, loss=f"{means['loss']:.4f}", rate=f"{means['images_per_second']:.0f}")
         if k % self.every == 0 or k == self.iterations:
             self.losses.clear()
