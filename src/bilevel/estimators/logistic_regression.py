@@ -33,10 +33,10 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> X = rng.normal(size=(120, 20))
-    >>> y = np.where(X[:, 0] + 0.3 * rng.normal(size=120) > 0, "yes", "no")
-    >>> model = BilevelLogisticRegression().fit(X, y)
-    >>> model.predict(X[:2]).shape, int(np.argmin(model.alpha_))
-    ((2,), 0)
+    >>> y = np.where(X[:, 0] + 0.5 * X[:, 1] + rng.logistic(size=120) > 0, "yes", "no")
+    >>> model = BilevelLogisticRegression(penalty=np.repeat([0, 1], [2, 18])).fit(X, y)  # one penalty per group
+    >>> bool(model.alpha_[2:].min() > 2 * model.alpha_[:2].max())  # the features of group 1 do not matter
+    True
     """
 
     _classes = True
