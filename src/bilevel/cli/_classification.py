@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +20,11 @@ from bilevel.cli._user_pictures import Pictures
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
 from bilevel.files import write_bytes
-from bilevel.learners import calibration, choice, library
+from bilevel.learners import choice, library
 from bilevel.learners.classifier import FewShotClassifier
-from bilevel.learners.settings import TrainingSettings
-from bilevel.models.batch_norm import MEANING, MODES
-from bilevel.source_commit import commit
+from bilevel.learners.recognition import NONE, adapted, facts_to_keep, kept_classifier, none_of_these, trained
+from bilevel.models.batch_norm import MEANING
 
-# What is said about a picture of none of the classes.
-NONE = "none of these"
 # Pictures that are looked at to tell drawings from photographs.
 LOOKED_AT = 60
 
@@ -77,9 +73,7 @@ class Classification:
 
     def save(self, path: Path) -> None:
         """Write the classifier with its labelled pictures, so that it can be used without them."""
-        facts = {"model": self.model.name, "settings": self.model.settings.plain(), "commit": commit()}
-        how = {"preparation": self.preparation.plain(), "calibrations": self.model.calibrations}
-        self.classifier.save(path, {**facts, **how})
+        self.classifier.save(path, facts_to_keep(self.model, self.preparation))
 
     def accuracy(self) -> dict[str, Any] | None:
         """How many of the queries with a known class were right; None if there are none."""
@@ -165,8 +159,6 @@ def classify(
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if options.none is not None and not 0 < options.none < 1:
-        raise BilevelError(f"--none {options.none:g} is no rate; write a number between 0 and 1, 0.05 for example.")
     kept = None if spec is None or support is not None else kept_classifier(spec)
     if support is None and kept is None:
         raise BilevelError(
@@ -195,27 +187,18 @@ def classify(
         preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
     found, labelled, asked, more = _user_pictures.read(found, preparation, options.strict)
     if classifier is None:
-        classifier = adapted(model, found, labelled, options.steps)
+        classifier = adapted(model, labelled.images, found.labels(), options.steps)
     scores = classifier.scores(asked.images)
-    none, said = _none(model, classifier, scores, options.none)
-    notes += [*said, *more]
+    none = [False] * len(scores)
+    if options.none is not None:
+        threshold = none_of_these(model, classifier, options.none)
+        none = threshold(scores)
+        notes.append(threshold.why)
+    notes += more
     probabilities = (scores / classifier.temperature).softmax(1)
     return Classification(
         model, classifier, preparation, found.classes, labelled, asked, probabilities, found.truth, notes, none
     )
-
-
-def adapted(
-    model: library.TrainedLearner, found: _user_pictures.PictureFiles, labelled: Pictures, steps: int | None
-) -> FewShotClassifier:
-    """The model adapted to labelled pictures, with the temperature of its card's nearest calibration."""
-    labels = [name for name, files in found.classes.items() for _ in files]
-    classifier: FewShotClassifier = model.learner.adapt(labelled.images, labels, steps)
-    mode = classifier.learner.batch_norm if classifier.learner.has_batch_norm else None
-    made = calibration.nearest(model.calibrations, len(found.classes), len(labels) / len(found.classes), mode)
-    if made is not None:
-        classifier.temperature = made.temperature
-    return classifier
 
 
 def _chosen(found: _user_pictures.PictureFiles) -> choice.Choice:
@@ -226,59 +209,6 @@ def _chosen(found: _user_pictures.PictureFiles) -> choice.Choice:
     known = [one for one in drawn if one is not None]
     labelled = [len(files) for files in found.classes.values()]
     return choice.choose(sum(known), len(known), len(labelled), sum(labelled) / len(labelled))
-
-
-def kept_classifier(spec: str) -> tuple[library.TrainedLearner, FewShotClassifier] | None:
-    """A classifier that was saved, and where it came from; None where `spec` names something else."""
-    if not Path(spec).is_file() or Path(spec).suffix != ".safetensors" or Path(spec).with_suffix(".json").exists():
-        return None
-    classifier, facts = FewShotClassifier.load(spec)
-    try:
-        settings, name = TrainingSettings.of(facts["settings"]), f"{facts['model']}, kept in {Path(spec).name}"
-        Preparation.of(facts["preparation"])
-    except (KeyError, TypeError) as error:
-        raise BilevelError(
-            f"{spec} was not written by `bilevel classify … --save`: it does not say {error}."
-        ) from error
-    return library.TrainedLearner(name, classifier.learner, settings, facts, {}), classifier
-
-
-def _none(
-    model: library.TrainedLearner, classifier: FewShotClassifier, scores: Tensor, rate: float | None
-) -> tuple[list[bool], list[str]]:
-    """Which pictures are of none of the classes, and what that rests on."""
-    if rate is None:
-        return [False] * len(scores), []
-    own = calibration.own_threshold(classifier, rate)
-    if own is not None:
-        bound, count = own
-        source = f"set by the {count} labelled pictures, each left out in turn"
-    else:
-        learner, counts = classifier.learner, torch.bincount(classifier.numbers).double()
-        mode = learner.batch_norm if learner.has_batch_norm else None
-        made = calibration.nearest(model.calibrations, len(counts), float(counts.mean()), mode)
-        if made is None:
-            raise BilevelError(
-                f"--none {rate:g} needs two or more labelled pictures of each class and {math.ceil(1 / rate) - 1} in "
-                f"all, or a model that `bilevel evaluate` has calibrated, and {model.name} is not."
-            )
-        bound = made.threshold(rate)
-        source = f"set on meta-validation, {made.ways}-way {made.shots}-shot; other kinds of pictures may have another"
-    none = (scores.max(1).values.double() < bound).tolist()
-    return none, [f'"None of these" has a false-alarm rate of {rate:.0%}, {source}.']
-
-
-def trained(spec: str, batch_norm: str | None) -> library.TrainedLearner:
-    """The model that `spec` names, in a batch norm mode; None: the one in which a query stands for itself."""
-    if batch_norm is not None and batch_norm not in MODES:
-        raise BilevelError(f"--batch-norm {batch_norm} is unknown; write one of {', '.join(MODES)}.")
-    try:
-        found = library.find(spec, batch_norm)
-        return found if batch_norm else found.for_use()
-    except (KeyError, TypeError) as error:
-        raise BilevelError(
-            f"The description of {spec} is incomplete: {error}. Train it again, or use another."
-        ) from error
 
 
 def show(result: Classification, top: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel import extras
-from bilevel.cli import _classification, _user_pictures
+from bilevel.cli import _user_pictures
 from bilevel.cli._classification import ClassifyOptions
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
@@ -25,6 +25,7 @@ from bilevel.files import write_bytes, write_json
 from bilevel.learners import library
 from bilevel.learners.base import Learner
 from bilevel.learners.classifier import FewShotClassifier
+from bilevel.learners.recognition import adapted, kept_classifier, trained
 from bilevel.learners.representation import CENTRE, LENGTH, SHORTEST
 from bilevel.models.batch_norm import MEANING, layers, using
 from bilevel.source_commit import commit
@@ -148,7 +149,7 @@ def load(spec: str, support: Path | None, options: ClassifyOptions) -> ExportSou
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    kept = _classification.kept_classifier(spec)
+    kept = kept_classifier(spec)
     if kept is not None:
         given = {"support": support, "batch-norm": options.batch_norm, "steps": options.steps, "invert": options.invert}
         given["no-clean"] = None if options.clean else True
@@ -160,14 +161,14 @@ def load(spec: str, support: Path | None, options: ClassifyOptions) -> ExportSou
         return ExportSource(model, model.preparation, classifier, [])
     if support is None and options.steps is not None:
         raise BilevelError(f"--steps {options.steps} is for a classifier; add --support labelled/, or leave it out.")
-    model = _classification.trained(spec, options.batch_norm)
+    model = trained(spec, options.batch_norm)
     _check(model.learner, spec, classifies=support is not None)
     preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
     if support is None:
         return ExportSource(model, preparation, None, [])
     found = _user_pictures.find(support, None)
     found, labelled, _, notes = _user_pictures.read(found, preparation, options.strict)
-    return ExportSource(model, preparation, _classification.adapted(model, found, labelled, options.steps), notes)
+    return ExportSource(model, preparation, adapted(model, labelled.images, found.labels(), options.steps), notes)
 
 
 def _check(learner: Learner, spec: str, *, classifies: bool, kept: bool = False) -> None:

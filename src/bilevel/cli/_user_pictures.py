@@ -42,6 +42,10 @@ class PictureFiles:
         queries, names = [self.queries[k] for k in kept], [self.names[k] for k in kept]
         return PictureFiles(classes, queries, names, [self.truth[k] for k in kept], self.left_out)
 
+    def labels(self) -> list[str]:
+        """The class of every labelled picture, in their order."""
+        return [name for name, files in self.classes.items() for _ in files]
+
     def everything(self) -> list[Path]:
         return [*(file for files in self.classes.values() for file in files), *self.queries]
 
