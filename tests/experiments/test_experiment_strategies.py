@@ -11,6 +11,7 @@ from bilevel.errors import DivergenceError
 from bilevel.experiments import few_shot, strategies
 from bilevel.experiments._peak_memory import peak_memory
 from bilevel.experiments._strategies_published import COLUMNS, PUBLISHED
+from bilevel.experiments._strategies_words import UNFINISHED
 from bilevel.experiments.base import reproduce
 from bilevel.experiments.strategies import PROBLEMS, TABLE_3, StrategiesSettings, StrategyScore
 from few_scripts import drawn
@@ -88,7 +89,20 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_numbers(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         reproduce("strategies", TWO, quick=True, out=tmp_path / "killed", progress=False)
     monkeypatch.undo()
+    found, record = reproduce(
+        "strategies", {**TWO, "train": "false"}, quick=True, out=tmp_path / "killed", progress=False
+    )
+    rows = found.numbers["glyphs-5way-1shot"]
+    assert rows["hyper-representation"] == whole["glyphs-5way-1shot"]["hyper-representation"]
+    assert rows["prototypical"]["failure"] == rows["pixels"]["failure"] == UNFINISHED
+    assert "2 of 3 trainings are not finished" in (record.folder / "table.md").read_text(encoding="utf-8")
+    assert (record.folder / "strategies.png").exists()
     assert reproduce("strategies", TWO, quick=True, out=tmp_path / "killed", progress=False)[0].numbers == whole
+
+
+def test_words_without_any_training_are_refused(tmp_path):
+    with pytest.raises(BilevelError, match="No training is finished"):
+        reproduce("strategies", {**TWO, "train": "false"}, quick=True, out=tmp_path, progress=False)
 
 
 def test_a_learner_that_diverges_is_a_row_and_a_defect(tmp_path, monkeypatch):
@@ -139,6 +153,11 @@ def test_published_numbers_are_those_of_the_table():
     assert strategies.published("hyper-representation", "miniimagenet-5way-1shot")[0] == "47.51"
     assert strategies.published("maml", "glyphs-5way-1shot") == strategies.published("nobody", "omniglot-5way-1shot")
     assert {len(values) for values, _ in PUBLISHED.values()} == {6} and tuple(TABLE_3) == COLUMNS
+
+
+def test_validations_have_as_many_queries_for_any_number_of_classes(glyphs):
+    training = [strategies.training_of(StrategiesSettings(), problem, "pixels", glyphs) for problem in TABLE_3]
+    assert {one.validation_episodes * one.ways for one in training} == {500}
 
 
 def test_the_problems_have_one_network_each():

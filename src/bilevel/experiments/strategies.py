@@ -3,7 +3,8 @@
 Table 3 of the paper compares numbers that other authors report, each with a network, a training and a protocol of its
 own. Here every learner of `bilevel list learners` is trained on as many images as the others (`images`, counted as they
 are drawn) and judged on the same meta-test episodes. Every training has a folder of its own, so the same command goes
-on with a run that was stopped, and several commands with other `problems` or `learners` can fill one folder.
+on with a run that was stopped, and several commands with other `problems` or `learners` can fill one folder. With
+`train=false` nothing is trained: table, picture and words are written from the trainings that are finished.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
-from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,16 @@ from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.experiments._peak_memory import peak_memory
 from bilevel.experiments._strategies_picture import draw
-from bilevel.experiments._strategies_published import OURS, gap_in_paper, published
+from bilevel.experiments._strategies_published import published
+from bilevel.experiments._strategies_words import (
+    BASELINE,
+    UNFINISHED,
+    StrategyScore,
+    by_strategy,
+    claim_in_words,
+    defects,
+    ranked,
+)
 from bilevel.experiments._trainings import command_of, problem_in_words, train
 from bilevel.experiments.base import (
     ExperimentResult,
@@ -34,7 +42,6 @@ from bilevel.experiments.base import (
     described,
     kept,
     percent,
-    points,
     require,
     single_precision,
 )
@@ -48,7 +55,6 @@ from bilevel.thread_pool import one_thread
 from bilevel.training.log import read_metrics
 
 PAPER = "Table 3 (Section 5.2), every strategy trained here"
-BASELINE = "pixels"
 
 # The problems of Table 3, in the order of its columns, and a small one that needs no data. A meta-batch has few
 # episodes, so that a budget of images is enough hyperiterations.
@@ -68,7 +74,10 @@ PROBLEMS = {**TABLE_3, "glyphs-5way-1shot": replace(preset("glyphs-5way-1shot"),
 
 @dataclass(frozen=True)
 class StrategiesSettings(ExperimentSettings):
-    """The full run. `images` is the training budget of every learner; without names in `learners` all are trained."""
+    """The full run. `images` is the training budget of every learner; without names in `learners` all are trained.
+
+    `look_episodes` is for 5 classes. Episodes of more classes have more queries, and as many fewer are needed.
+    """
 
     seed: int = 0
     problems: tuple[str, ...] = tuple(TABLE_3)
@@ -78,6 +87,7 @@ class StrategiesSettings(ExperimentSettings):
     looks: int = 10
     look_episodes: int = 100
     test_episodes: int = 600
+    train: bool = True
 
 
 QUICK: dict[str, Any] = {
@@ -87,31 +97,6 @@ QUICK: dict[str, Any] = {
     "look_episodes": 10,
     "test_episodes": 30,
 }
-
-
-@dataclass(frozen=True)
-class StrategyScore:
-    """A learner on one problem.
-
-    Attributes:
-        curve: images seen, seconds of training, and accuracy on meta-validation with its interval.
-        seconds: of training, without validations.
-        adapting: seconds to learn from one support set and classify its queries.
-        memory: bytes that a group of training episodes needs; None where it cannot be measured.
-        failure: why there is no score.
-    """
-
-    learner: str
-    strategy: str
-    trains: bool
-    images: int = 0
-    accuracy: float = 0.0
-    interval: float = 0.0
-    curve: tuple[tuple[int, float, float, float], ...] = ()
-    seconds: float = 0.0
-    adapting: float = 0.0
-    memory: int | None = None
-    failure: str = ""
 
 
 Scores = dict[str, list[StrategyScore]]
@@ -129,6 +114,8 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
             folder = kept(out) / _folder(s, problem, name)
             found[problem].append(_score(s, name, plan, opened[problem], folder, progress))
     scored = {problem: [row for row in rows if not row.failure] for problem, rows in found.items()}
+    scored = {problem: rows for problem, rows in scored.items() if rows}
+    require(bool(scored), f"No training is finished in {kept(out)}; leave train=false out to begin.")
     draw(out / "strategies.png", {problem: [asdict(row) for row in rows] for problem, rows in scored.items()})
     return ExperimentResult(
         {problem: {row.learner: _numbers(row) for row in rows} for problem, rows in found.items()},
@@ -155,7 +142,7 @@ def training_of(s: StrategiesSettings, problem: str, name: str, data: ImageDatas
         training,
         iterations=iterations,
         validate_every=every,
-        validation_episodes=s.look_episodes,
+        validation_episodes=max(2, s.look_episodes * 5 // max(5, training.ways)),
         patience=0,
         checkpoint_every=max(10, every // 2),
     )
@@ -189,6 +176,8 @@ def _score(
     # The log and this file are enough: the weights of a training that was judged need not be kept.
     if file.exists() and (known := read_json(file))["of"] == of:
         judged = known["found"]
+    elif not s.train:
+        return replace(nothing, failure=UNFINISHED)
     else:
         try:
             trained = train(path, training, data, command_of("strategies", s), progress)
@@ -258,17 +247,10 @@ def _times(row: StrategyScore) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- tables and words
 
 
-def _ranked(rows: list[StrategyScore]) -> list[StrategyScore]:
-    """By strategy, the strategy with the best learner first; inside a strategy the best learner first."""
-    ranked = sorted(rows, key=lambda row: -row.accuracy)
-    order = list(dict.fromkeys(row.strategy for row in ranked))
-    return sorted(ranked, key=lambda row: order.index(row.strategy))
-
-
 def _table(s: StrategiesSettings, problem: str, rows: list[StrategyScore]) -> TextTable:
     columns = ("strategy", "learner", "published", "ours", "difference", "images", "training, s", "adapting, ms")
     shown = []
-    for row in _ranked(rows):
+    for row in ranked(rows):
         text, source = published(row.learner, problem)
         if row.failure:
             shown.append((row.strategy, row.learner, text, "–", "–", *["–"] * 4, row.failure))
@@ -292,16 +274,20 @@ def _overview(found: Scores) -> TextTable:
         for problem, rows in found.items()
         for row in rows
     }
-    names = [row.learner for row in _ranked(next(iter(found.values())))]
+    names = [row.learner for row in ranked(next(iter(found.values())))]
     rows = [(name, *(cells[name, problem] for problem in found)) for name in names]
     return TextTable("All strategies: accuracy in per cent, ours", ("learner", *found), rows)
 
 
 def _notes(s: StrategiesSettings, found: Scores) -> Iterator[str]:
+    waiting = sum(row.failure == UNFINISHED for rows in found.values() for row in rows)
+    if waiting:
+        yield f"{waiting} of {sum(map(len, found.values()))} trainings are not finished; the rest is compared."
     for problem, rows in found.items():
         scored = [row for row in rows if not row.failure]
-        yield from claim_in_words(problem, scored)
-        yield _by_strategy(problem, scored)
+        if scored:
+            yield from claim_in_words(problem, scored)
+            yield by_strategy(problem, scored)
         yield from defects(problem, rows)
     yield (
         "Seconds of training are those of hyperiterations, without validations; of adapting, those of learning from "
@@ -314,59 +300,6 @@ def _notes(s: StrategiesSettings, found: Scores) -> Iterator[str]:
         "that share batch norm statistics or do not, 84×84 pixels on MiniImagenet. They are no measure of an "
         "implementation here before the budgets are alike."
     )
-
-
-def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
-    """The paper's claim that its method is competitive with the other strategies, held against the numbers.
-
-    It is taken to hold where the best other learner is no further ahead than the best other row of Table 3 is.
-    """
-    trained = sorted((row for row in rows if row.trains), key=lambda row: -row.accuracy)
-    others = [row for row in trained if row.learner != OURS]
-    ours = next((row for row in trained if row.learner == OURS), None)
-    if ours is None or not others:
-        return
-    best, gaps = (
-        others[0],
-        {row.learner: (row.accuracy - ours.accuracy, hypot(row.interval, ours.interval)) for row in others},
-    )
-    better = [name for name, (gap, width) in gaps.items() if gap > width]
-    worse = [name for name, (gap, width) in gaps.items() if -gap > width]
-    gap, width = gaps[best.learner]
-    allowed = gap_in_paper(problem)
-    limit = f"the {allowed:.2f} points of Table 3" if allowed is not None else "what the intervals allow"
-    holds = 100 * (gap - width) <= (allowed or 0.0)
-    yield (
-        f"{problem}: {OURS} is number {1 + trained.index(ours)} of {len(trained)} trained learners with "
-        f"{percent(ours.accuracy, ours.interval)}; the best other one, {best.learner}, differs by {points(gap, width)} "
-        f"points. {_listed(better)} above it by more than the intervals, {_listed(worse)} below it, the others "
-        f"cannot be told from it. The paper's claim that it is competitive with the other strategies "
-        f"{'holds' if holds else 'does not hold'} here after {ours.images:,} images each: the lead of the best other "
-        f"learner is {'within' if holds else 'beyond'} {limit}."
-    )
-
-
-def _by_strategy(problem: str, rows: list[StrategyScore]) -> str:
-    best = [next(group) for _, group in groupby(_ranked(rows), key=lambda row: row.strategy)]
-    told = ", ".join(f"{row.strategy} {percent(row.accuracy, row.interval)} ({row.learner})" for row in best)
-    return f"{problem}: the best learner of each strategy: {told}."
-
-
-def defects(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
-    """Learners that fail, or that training leaves below the nearest class mean of raw pixels."""
-    pixels = next(row for row in rows if row.learner == BASELINE)
-    for row in rows:
-        if row.failure.startswith("diverged"):
-            yield f"Defect until shown otherwise: {row.learner} on {problem} {row.failure}"
-        elif row.trains and not row.failure and row.accuracy < pixels.accuracy:
-            yield (
-                f"Defect until shown otherwise: {row.learner} on {problem} has {percent(row.accuracy, row.interval)} "
-                f"after {row.images:,} images, below the baseline {BASELINE} with {percent(pixels.accuracy)}."
-            )
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names) or 'none'} {'is' if len(names) < 2 else 'are'}"
 
 
 def _choices(s: StrategiesSettings) -> dict[str, str]:

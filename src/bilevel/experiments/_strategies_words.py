@@ -1,0 +1,100 @@
+"""The score of a learner in `strategies`, and what the scores say in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import hypot
+
+from bilevel.experiments._strategies_published import OURS, gap_in_paper
+from bilevel.experiments.base import percent, points
+
+BASELINE = "pixels"
+# Why a learner has no score, where `train=false` found no finished training.
+UNFINISHED = "not trained yet"
+
+
+@dataclass(frozen=True)
+class StrategyScore:
+    """A learner on one problem.
+
+    Attributes:
+        curve: images seen, seconds of training, and accuracy on meta-validation with its interval.
+        seconds: of training, without validations.
+        adapting: seconds to learn from one support set and classify its queries.
+        memory: bytes that a group of training episodes needs; None where it cannot be measured.
+        failure: why there is no score.
+    """
+
+    learner: str
+    strategy: str
+    trains: bool
+    images: int = 0
+    accuracy: float = 0.0
+    interval: float = 0.0
+    curve: tuple[tuple[int, float, float, float], ...] = ()
+    seconds: float = 0.0
+    adapting: float = 0.0
+    memory: int | None = None
+    failure: str = ""
+
+
+def ranked(rows: list[StrategyScore]) -> list[StrategyScore]:
+    """By strategy, the strategy with the best learner first; inside a strategy the best learner first."""
+    ranked = sorted(rows, key=lambda row: -row.accuracy)
+    order = list(dict.fromkeys(row.strategy for row in ranked))
+    return sorted(ranked, key=lambda row: order.index(row.strategy))
+
+
+def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
+    """The paper's claim that its method is competitive with the other strategies, held against the numbers.
+
+    It is taken to hold where the best other learner is no further ahead than the best other row of Table 3 is.
+    """
+    trained = sorted((row for row in rows if row.trains), key=lambda row: -row.accuracy)
+    others = [row for row in trained if row.learner != OURS]
+    ours = next((row for row in trained if row.learner == OURS), None)
+    if ours is None or not others:
+        return
+    best, gaps = (
+        others[0],
+        {row.learner: (row.accuracy - ours.accuracy, hypot(row.interval, ours.interval)) for row in others},
+    )
+    better = [name for name, (gap, width) in gaps.items() if gap > width]
+    worse = [name for name, (gap, width) in gaps.items() if -gap > width]
+    gap, width = gaps[best.learner]
+    allowed = gap_in_paper(problem)
+    limit = f"the {allowed:.2f} points of Table 3" if allowed is not None else "what the intervals allow"
+    holds = 100 * (gap - width) <= (allowed or 0.0)
+    yield (
+        f"{problem}: {OURS} is number {1 + trained.index(ours)} of {len(trained)} trained learners with "
+        f"{percent(ours.accuracy, ours.interval)}; the best other one, {best.learner}, differs by {points(gap, width)} "
+        f"points. {_listed(better)} above it by more than the intervals, {_listed(worse)} below it, the others "
+        f"cannot be told from it. The paper's claim that it is competitive with the other strategies "
+        f"{'holds' if holds else 'does not hold'} here after {ours.images:,} images each: the lead of the best other "
+        f"learner is {'within' if holds else 'beyond'} {limit}."
+    )
+
+
+def by_strategy(problem: str, rows: list[StrategyScore]) -> str:
+    best = [next(group) for _, group in groupby(ranked(rows), key=lambda row: row.strategy)]
+    told = ", ".join(f"{row.strategy} {percent(row.accuracy, row.interval)} ({row.learner})" for row in best)
+    return f"{problem}: the best learner of each strategy: {told}."
+
+
+def defects(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
+    """Learners that fail, or that training leaves below the nearest class mean of raw pixels."""
+    pixels = next(row for row in rows if row.learner == BASELINE)  # an unfinished one has accuracy 0
+    for row in rows:
+        if row.failure.startswith("diverged"):
+            yield f"Defect until shown otherwise: {row.learner} on {problem} {row.failure}"
+        elif row.trains and not row.failure and row.accuracy < pixels.accuracy:
+            yield (
+                f"Defect until shown otherwise: {row.learner} on {problem} has {percent(row.accuracy, row.interval)} "
+                f"after {row.images:,} images, below the baseline {BASELINE} with {percent(pixels.accuracy)}."
+            )
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names) or 'none'} {'is' if len(names) < 2 else 'are'}"
