@@ -8,10 +8,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from bilevel.cli import build
+from bilevel.cli._classification import ClassifyOptions, classify
+from bilevel.cli._classification_picture import worst_first
 from bilevel.cli._user_pictures import printable
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.settings import TrainingSettings
@@ -114,6 +117,16 @@ def test_json_and_csv_hold_the_same_probabilities_and_the_picture_is_drawn(call,
             assert float(line[f"p({name})"]) == pytest.approx(p, abs=1e-6)
     with Image.open(user / "out.png") as picture:
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**7)) > 20
+
+
+def test_the_picture_begins_with_mistakes_and_doubts(models, user):
+    save(drawing("two", 40), user / "new" / "rows" / "mistake.png")  # in the folder of another class
+    torch.set_default_dtype(torch.float32)
+    result = classify(str(models / "ink"), user / "known", user / "new", ClassifyOptions())
+    order = worst_first(result)
+    assert sorted(order) == list(range(10)) and result.query.names[order[0]] == "rows/mistake.png"
+    certain = [result.ranked(index)[0][1] for index in order[1:]]
+    assert certain == sorted(certain) and certain[0] < certain[-1]
 
 
 def test_class_names_of_any_script_and_length_can_be_drawn(call, user):

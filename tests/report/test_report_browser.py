@@ -4,7 +4,10 @@ import shutil
 import time
 
 import pytest
-from report_fixtures import BITE, SCRIPT
+import torch
+from report_fixtures import BITE, SCRIPT, run
+
+from bilevel.report.page import write
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(
@@ -301,6 +304,11 @@ WIDE = """() => [...document.querySelectorAll("body *")]
   .map(e => e.outerHTML.slice(0, 120))"""
 
 
+CUT = """() => [...document.querySelectorAll(".tabs a, .settings td, .settings th")]
+  .filter(e => e.checkVisibility() && (e.getBoundingClientRect().right > 360 || e.scrollWidth > e.clientWidth + 1))
+  .map(e => e.outerHTML.slice(0, 120))"""
+
+
 def test_a_phone_shows_it_without_scrolling_sideways(page):
     page.set_viewport_size({"width": 360, "height": 740})
     for tab in TABS:
@@ -309,8 +317,24 @@ def test_a_phone_shows_it_without_scrolling_sideways(page):
         page.wait_for_timeout(500)
         assert page.evaluate(WIDE) == [], tab
         assert page.evaluate("document.documentElement.scrollWidth") == 360, tab
+        # No tab is out of sight, and settings are read without scrolling.
+        assert page.evaluate(CUT) == [], tab
     at(page, "training")
     until(page, "document.querySelector('#chart-loss .main-svg').getBoundingClientRect().width <= 360")
+
+
+def test_a_page_about_trainings_opens_with_them(world, page, session, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    run(tmp_path / "run", world.settings, world.data)
+    for spec, tab in ((tmp_path / "run", "training"), ("zoo:omniglot-5way-1shot", "filters")):
+        written = write([spec], tmp_path / "page.html", episodes=0, progress=False)
+        alone = page.context.new_page()
+        alone.goto(written.path.as_uri())
+        assert [name for name in TABS if alone.locator(f"#{name}").is_visible()] == [tab]
+        assert alone.locator("#overview").is_visible() and "0 results" not in alone.locator("#overview").inner_text()
+        alone.locator("#tab-results").click()
+        assert alone.get_by_text("No results were given").is_visible() and not alone.locator("#overview").is_visible()
+        alone.close()
 
 
 def test_everything_has_a_name_and_the_page_its_landmarks(page):

@@ -17,15 +17,15 @@ from bilevel.plotting import BLACK, GREEN, RED, picture, shortened, show_image
 
 # More would not be readable on one page, and what is left out is said.
 COLUMNS, CLASSES, SHOTS, QUERIES = 8, 20, 8, 64
-CELL, CAPTION, TITLE = 1.15, 0.42, 0.55  # inches
+CELL, CAPTION, TITLE = 1.15, 0.62, 0.55  # inches
 LARGE, SMALL, GAP = 224, 96, 6  # pixels
 
 
 def draw(result: Classification, path: Path) -> None:
     """Write the picture; the pictures in it are shown as the model sees them."""
     classes = list(result.classes)[:CLASSES]
-    queries = min(len(result.truth), QUERIES)
-    rows = -(-queries // COLUMNS)
+    queries = worst_first(result)[:QUERIES]
+    rows = -(-len(queries) // COLUMNS)
     heights = [TITLE, *[CELL] * len(classes), TITLE, *[CELL + CAPTION] * rows]
     with warnings.catch_warnings():
         # Class names in a script that matplotlib's font lacks are drawn as boxes; the table has them.
@@ -46,12 +46,25 @@ def draw(result: Classification, path: Path) -> None:
             right = f": {score['right']} of {score['of']} right" if score else ""
             _title(
                 figure.add_subplot(grid[len(classes) + 1, :]),
-                f"Predictions{right}{_some(queries, len(result.truth), 'pictures')}",
-                "",
+                f"Predictions{right}{_some(len(queries), len(result.truth), 'pictures')}",
+                f"{'Mistakes first, then the' if score else 'The'} least certain first.",
             )
-            for index in range(queries):
-                axes = figure.add_subplot(grid[len(classes) + 2 + index // COLUMNS, 1 + index % COLUMNS])
+            for place, index in enumerate(queries):
+                axes = figure.add_subplot(grid[len(classes) + 2 + place // COLUMNS, 1 + place % COLUMNS])
                 _query(axes, result, index)
+
+
+def worst_first(result: Classification) -> list[int]:
+    """The queries in the order in which they are worth looking at: mistakes, then the rest; the least certain first."""
+
+    def rank(index: int) -> tuple[bool, float]:
+        return not _wrong(result, index), result.ranked(index)[0][1]
+
+    return sorted(range(len(result.truth)), key=rank)
+
+
+def _wrong(result: Classification, index: int) -> bool:
+    return result.truth[index] not in (None, result.predictions[index])
 
 
 def _support(figure: Any, grid: Any, result: Classification, classes: list[str]) -> None:
@@ -70,11 +83,20 @@ def _support(figure: Any, grid: Any, result: Classification, classes: list[str])
 def _query(axes: Any, result: Classification, index: int) -> None:
     show_image(axes, _both(result, result.query, index))
     (_, p), name, true = result.ranked(index)[0], result.predictions[index], result.truth[index]
-    wrong = true is not None and true != name
+    wrong = _wrong(result, index)
     # The mark says it too, for who cannot tell the colours apart.
     mark = "" if true is None else "✗ " if wrong else "✓ "
-    axes.set_title(
-        f"{mark}{shortened(name, 14)}\n{p:.0%}", fontsize=9, color=BLACK if true is None else RED if wrong else GREEN
+    lines = [f"{mark}{shortened(name, 14)}", f"not {shortened(str(true), 12)}" if wrong else "", f"{p:.0%}"]
+    color = BLACK if true is None else RED if wrong else GREEN
+    axes.set_title("\n".join(line for line in lines if line), fontsize=9, color=color)
+    axes.text(
+        0.5,
+        -0.03,
+        shortened(result.query.names[index], 24),
+        fontsize=6,
+        ha="center",
+        va="top",
+        transform=axes.transAxes,
     )
 
 

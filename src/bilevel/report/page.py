@@ -119,6 +119,7 @@ def render(found: ReportSources, models: Sequence[Model | None], title: str) -> 
         script=inlined("theme.js", "page.js"),
         # Only where there is something to draw: it is by far the largest part of the page.
         plotly=Markup(offline.get_plotlyjs()) if shown else "",
+        landing=_landing(found, shown, models),
         results=[_result(result, ids[result.file]) for result in found.results],
         runs=runs,
         charts=charts,
@@ -126,6 +127,18 @@ def render(found: ReportSources, models: Sequence[Model | None], title: str) -> 
         help=HELP,
         meaning=MEANING,
     )
+
+
+def _landing(found: ReportSources, curves: Sequence[int], models: Sequence[Model | None]) -> str:
+    """The part of the page that is shown first: the first one that holds something."""
+    if found.results:
+        return "results"
+    if curves:
+        return "training"
+    known = [model for model in models if model is not None]
+    if known:
+        return "episodes" if any(model.episodes for model in known) else "filters"
+    return "configuration"
 
 
 def _result(result: FoundResult, anchor: str) -> dict[str, Any]:

@@ -11,7 +11,9 @@
   // ------------------------------------------------------------------ tabs and addresses
   const tabs = all("[role=tab]");
   const panels = tabs.map((tab) => $(tab.getAttribute("aria-controls")));
+  const landing = tabs.findIndex((tab) => tab.getAttribute("aria-selected") === "true");
   function select(index) {
+    $("overview").hidden = index !== landing;
     tabs.forEach((tab, i) => {
       tab.setAttribute("aria-selected", String(i === index));
       tab.tabIndex = i === index ? 0 : -1;
@@ -23,7 +25,7 @@
   function go(move) {
     let name = location.hash.slice(1);
     try { name = decodeURIComponent(name); } catch { /* a broken address is none */ }
-    const target = (name && $(name)) || panels[0];
+    const target = (name && $(name)) || panels[landing];
     const index = panels.findIndex((panel) => panel.contains(target));
     if (index < 0) return;
     select(index);
