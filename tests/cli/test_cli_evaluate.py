@@ -155,3 +155,24 @@ def test_groups_do_not_change_the_score(run, monkeypatch):
     whole = judge(trained.learner, stream, 7, 2)
     monkeypatch.setattr(evaluation, "GROUP", 3)
     assert judge(trained.learner, stream, 7, 2) == whole
+
+
+def test_the_network_under_another_learner(run):
+    """The nearest centroid of the run's own features is what `--learner nearest-centroid` judges."""
+    found = numbers(run, *FEW, "--learner", "nearest-centroid")
+    assert (found["learner"], found["steps"]) == ("nearest-centroid", None)
+    trained = library.find(str(run))
+    task = episodes(trained.settings, load("glyphs"), "test").batch(range(6))
+    (images, labels), (queries, answers) = task.train, task.val
+    with torch.no_grad():
+        known, asked = trained.learner.representation.episodes(trained.learner.lam, images, queries, training=False)
+    centroids = torch.stack([known[k][labels[k] == c].mean(0) for k in range(6) for c in range(3)]).view(6, 3, -1)
+    right = torch.cdist(asked, centroids).argmin(2) == answers
+    assert found["test"]["accuracy"] == pytest.approx(float(right.double().mean()))
+
+
+def test_another_learner_that_does_not_fit(run):
+    done = here("evaluate", run, *FEW, "--learner", "ridgehead")
+    assert done.exit_code == 2 and "ridge-head" in done.output
+    done = here("evaluate", run, *FEW, "--set", "penalty=2")
+    assert done.exit_code == 2 and "--learner" in done.output

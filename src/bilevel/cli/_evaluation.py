@@ -13,6 +13,7 @@ import torch
 import typer
 
 from bilevel.cli._output import console
+from bilevel.cli.train import with_own_settings
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.files import write_json
@@ -20,6 +21,7 @@ from bilevel.learners import library
 from bilevel.learners.calibration import QUERIES, Calibration, calibrate
 from bilevel.learners.evaluation import EpisodeScore, choose_and_test
 from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.stages import with_learner
 from bilevel.learners.streams import episodes as stream
 from bilevel.learners.streams import open_data
 from bilevel.models.batch_norm import MEANING
@@ -39,6 +41,8 @@ def evaluate(
     last: int,
     changes: dict[str, int],
     batch_norm: str | None,
+    other: str | None,
+    own: dict[str, str],
     seed: int | None,
     data_root: Path | None,
     threads: int | None,
@@ -50,6 +54,8 @@ def evaluate(
     found = library.find(spec, batch_norm)
     data = open_data(found.settings, data_root)
     found.check_data(data)
+    if other is not None:
+        found = with_learner(found, with_own_settings(replace(found.settings, learner=other, options={}), own), data)
     settings = replace(found.settings, **changes)  # type: ignore[arg-type]
     learner = found.learner
     learner.check_episode(settings.ways, settings.shots)
@@ -75,7 +81,7 @@ def evaluate(
     used = found if batch_norm else found.for_use()
     calibrations = _calibrations(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
     result["calibration"] = calibrations[0].plain()
-    if RunFolder(Path(spec)).exists():
+    if other is None and RunFolder(Path(spec)).exists():
         kept = {"weights": found.card["weights"], "calibrations": [one.plain() for one in calibrations]}
         write_json(Path(spec) / library.CALIBRATION, kept)
     if save is not None:

@@ -10,6 +10,7 @@ import typer
 
 from bilevel.cli.train import DATA_ROOT, THREADS
 from bilevel.errors import BilevelError
+from bilevel.experiments.overrides import pairs
 
 
 def command(
@@ -21,6 +22,13 @@ def command(
     queries: Annotated[int | None, typer.Option(min=1, help="Queries of each class; the run's if not given.")] = None,
     batch_norm: Annotated[
         str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
+    ] = None,
+    learner: Annotated[
+        str | None, typer.Option(help="Judge the model's network under another learner, ridge-head for example.")
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of --learner; may be repeated."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the episodes; the run's own if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
@@ -37,8 +45,12 @@ def command(
     from bilevel.cli._evaluation import evaluate, show
 
     given = {"ways": ways, "shots": shots, "queries": queries}
+    if change and learner is None:
+        raise BilevelError(f"--set {change[0]} is for --learner NAME; `bilevel list learners` names them.")
     changes = {name: number for name, number in given.items() if number is not None}
-    result = evaluate(run, episodes, first, last, changes, batch_norm, seed, data_root, threads, save)
+    result = evaluate(
+        run, episodes, first, last, changes, batch_norm, learner, pairs(change or []), seed, data_root, threads, save
+    )
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:

@@ -124,22 +124,24 @@ def _settings(name: str | None, given: dict[str, Any], own: dict[str, str], resu
         taken = library.find(given["initial"]).settings_of_input()
         used = {f.name for f in fields(learners.get(given.get("learner", base.learner)).Options)} | SHARED_INPUT
         given = {**{key: value for key, value in taken.items() if key in used}, **given}
-    changed = replace(base, **given)
-    if own:
-        kind = learners.get(changed.learner)
-        hints = {
-            f: hint for f, hint in get_type_hints(kind.Options).items() if f not in get_type_hints(TrainingSettings)
-        }
-        unknown = [key for key in own if key not in hints]
-        if unknown:
-            listed = "\n".join(f"  {key}={getattr(kind.Options(), key)}  ({describe(hints[key])})" for key in hints)
-            raise BilevelError(
-                f"--set {unknown[0]}: {kind.name} has no setting {unknown[0]!r}. "
-                + (f"Beside the options of bilevel train, it has:\n{listed}" if hints else "It has none of its own.")
-            )
-        values = {key: _parsed(key, text, hints[key]) for key, text in own.items()}
-        changed = replace(changed, options={**changed.options, **values})
-    return changed
+    return with_own_settings(replace(base, **given), own)
+
+
+def with_own_settings(settings: TrainingSettings, own: dict[str, str]) -> TrainingSettings:
+    """The settings with what --set says of those that only their learner has."""
+    if not own:
+        return settings
+    kind = learners.get(settings.learner)
+    hints = {f: hint for f, hint in get_type_hints(kind.Options).items() if f not in get_type_hints(TrainingSettings)}
+    unknown = [key for key in own if key not in hints]
+    if unknown:
+        listed = "\n".join(f"  {key}={getattr(kind.Options(), key)}  ({describe(hints[key])})" for key in hints)
+        raise BilevelError(
+            f"--set {unknown[0]}: {kind.name} has no setting {unknown[0]!r}. "
+            + (f"Beside the options of bilevel train, it has:\n{listed}" if hints else "It has none of its own.")
+        )
+    values = {key: _parsed(key, text, hints[key]) for key, text in own.items()}
+    return replace(settings, options={**settings.options, **values})
 
 
 def _parsed(key: str, text: str, hint: Any) -> Any:

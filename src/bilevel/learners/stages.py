@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from bilevel import learners
+from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.learners.base import Learner
 from bilevel.learners.class_loss import PREFIX
@@ -41,6 +45,16 @@ def continued(learner: Learner, settings: TrainingSettings, before: TrainedLearn
     for name, tensor in wanted.items():
         if name not in anew and _fits(name, wanted, given):
             tensor.copy_(given[name])
+
+
+def with_learner(found: TrainedLearner, settings: TrainingSettings, data: ImageDataset) -> TrainedLearner:
+    """The network of a trained model under the learner that the settings name, which is not trained any further.
+
+    What the other learner has beside the network (a scale, a penalty) is as at the start of its training.
+    """
+    learner = learners.get(settings.learner).for_training(settings, data)
+    continued(learner, settings, found)
+    return replace(found, learner=learner, settings=settings)
 
 
 def _fits(name: str, wanted: dict[str, Tensor], given: dict[str, Tensor]) -> bool:
