@@ -2,6 +2,7 @@ from . import testing as testing
 from . import tuning as tuning
 from .algorithms.amigo import AmIGO as AmIGO
 from .algorithms.base import Algorithm as Algorithm
+from .algorithms.bome import BOME as BOME
 from .algorithms.descent import Descent as Descent
 from .algorithms.lbfgsb import LBFGSB as LBFGSB
 from .algorithms.mrbo import MRBO as MRBO

@@ -32,10 +32,10 @@ def run(algorithm, data=None, task=None, **settings):
 
 
 def test_the_folder_holds_what_the_literature_uses():
-    assert set(single_loops()) >= {"SOBA", "SABA", "StocBiO", "AmIGO", "TTSA", "SUSTAIN", "MRBO", "SRBA"}
+    assert set(single_loops()) >= {"SOBA", "SABA", "StocBiO", "AmIGO", "TTSA", "SUSTAIN", "MRBO", "SRBA", "BOME"}
 
 
-@pytest.mark.parametrize("name", single_loops())
+@pytest.mark.parametrize("name", [name for name, cls in single_loops().items() if cls.unbiased])
 def test_one_example_of_each_is_enumerated(name):
     assert any(can_enumerate(example) for example in single_loops()[name].examples())
 
@@ -65,6 +65,57 @@ def test_soba_on_whole_batches_is_a_loop_written_by_hand():
         w, v, lam = w - 0.2 * dw, v - 0.2 * dv, lam - 0.1 * dlam
     found = run(bl.SOBA(**FIXED), data, bl.Task(data.train, data.val), iterations=7)
     assert torch.allclose(found.outer["x"], lam, rtol=1e-12)
+
+
+def test_bome_is_a_loop_written_by_hand():
+    data = FiniteSum.drawn(3, 0.3)
+    A, C, b = (x.mean(0) for x in data.train)
+    F, G, c, e = (x.mean(0) for x in data.val)
+    w, lam = torch.zeros(3).double(), LAM["x"]
+    for _ in range(7):
+        z = w
+        for _ in range(4):
+            z = z - 0.2 * (A @ z + C.T @ lam + b)
+        slope, gap = torch.cat([F @ w + c, G @ lam + e]), torch.cat([A @ w + C.T @ lam + b, C @ (w - z)])
+        d = slope + max(0.0, 0.5 - float(slope @ gap / (gap @ gap))) * gap
+        w, lam = w - 0.1 * d[:3], lam - 0.1 * d[3:]
+    found = run(bl.BOME(inner_steps=4, **FIXED), data, bl.Task(data.train, data.val), iterations=7)
+    assert torch.allclose(found.outer["x"], lam, rtol=1e-12)
+
+
+def test_bome_is_off_by_the_order_of_its_step_size_and_biased_on_batches():
+    data = FiniteSum.drawn(8, 0.1)
+    whole, settings = bl.Task(data.train, data.val), {"inner_lr": 0.4, "inner_steps": 20}
+    coarse, fine = (
+        distance(data, run(bl.BOME(outer_lr=rate, **settings), data, whole, iterations=300).outer)
+        for rate in (0.2, 0.04)
+    )
+    assert 3 < coarse / fine < 8 and fine < 0.01
+    assert distance(data, run(bl.BOME(outer_lr=0.04, **settings), data, iterations=300).outer) > 3 * fine
+
+
+def test_bome_takes_first_derivatives_only():
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.save_for_backward(w)
+            return w**2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, g):
+            return g * 2 * ctx.saved_tensors[0]
+
+    target = torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+    problem = bl.Problem(
+        inner=lambda w, lam, x: Once.apply(w - lam).sum(),
+        outer=lambda w, lam, x: ((w - target) ** 2).sum() + (lam**2).sum(),
+        init=torch.zeros_like,
+    )
+    found = bl.solve(problem, torch.ones(3).double(), bl.Task(None, None), algorithm=bl.BOME(), iterations=100)
+    assert torch.allclose(found.outer, target / 2, atol=0.05)
+    with pytest.raises(bl.BilevelError, match="SOBA differentiates implicitly"):
+        bl.solve(problem, torch.ones(3).double(), bl.Task(None, None), algorithm=bl.SOBA(), iterations=1)
 
 
 def test_schedules_are_functions_of_the_iteration():
@@ -175,6 +226,7 @@ def test_what_an_algorithm_lacks_is_said_before_work_begins():
     refused(bl.SOBA(), "convex|does not depend on w", linear)
     only_init = bl.Problem(lambda w, lam, x: (w**2).sum(), lambda w, lam, x: (w**2).sum(), lambda lam: lam["x"] * 2)
     refused(bl.SOBA(), "SOBA differentiates implicitly", only_init)
+    refused(bl.BOME(), "BOME compares inner solutions", only_init)
     refused(bl.AmIGO(), "Leave encode out", bl.Problem(inner, outer, init, encode=lambda lam, task: task))
     refused(bl.SOBA(), "takes inner steps of its own, so steps=3", steps=3)
     refused(bl.SOBA(), "chance would decide", tol=1e-3)
@@ -227,6 +279,7 @@ def test_settings_are_checked():
         lambda: bl.TTSA(terms=0),
         lambda: bl.MRBO(momentum=2.0),
         lambda: bl.SRBA(period=0),
+        lambda: bl.BOME(barrier=0.0),
     ):
         with pytest.raises(bl.BilevelError):
             wrong()

@@ -17,10 +17,11 @@ from bilevel.algorithms.draws import BatchSource, Draws
 from bilevel.algorithms.step_sizes import Probe, neumann_terms
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Stats
-from bilevel.engine.oracles import Derivatives, Triple
+from bilevel.engine.oracles import Derivatives, FirstDerivatives, Triple
 from bilevel.engine.process import Process
 from bilevel.engine.samplers import check_draws
 from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.methods.f2sa import F2SA
 from bilevel.methods.implicit.method import Implicit
 from bilevel.problem import Task
 from bilevel.trees import Tree
@@ -80,6 +81,10 @@ class SingleLoop(Algorithm):
     finite_sum: ClassVar[bool] = False
     # Its noise vanishes at the solution.
     variance_reduced: ClassVar[bool] = False
+    # On batches, the mean of a step is the step on the whole data.
+    unbiased: ClassVar[bool] = True
+    # It differentiates gradients of the inner objective.
+    second_derivatives: ClassVar[bool] = True
 
     inner_lr: StepSize = field(default=None, kw_only=True)
     outer_lr: StepSize = field(default=None, kw_only=True)
@@ -108,6 +113,10 @@ class SingleLoop(Algorithm):
     def inner_steps_taken(self) -> int:
         """How many steps of w an iteration takes."""
         return 1
+
+    def outer_step(self, probe: Probe, inner_lr: float) -> float:
+        """The step size of λ that `outer_lr=None` begins with."""
+        return probe.outer_step(inner_lr * self.inner_steps_taken)
 
     def check_data(self, train: BatchSource, val: BatchSource) -> None:
         """Refuse data that the algorithm cannot use."""
@@ -154,7 +163,8 @@ class _Run:
         lam = outer.lam if outer.saved is None else outer.saved["example"]
         process = outer.process(lam, Task(train(1), val(1)))
         _check(algorithm, process)
-        at = Derivatives(process, algorithm.compiled)
+        kind = Derivatives if algorithm.second_derivatives else FirstDerivatives
+        at = kind(process, algorithm.compiled)
         with torch.no_grad():
             w = at.w.vector(process.bound.start()[0])
         run = cls(algorithm, outer, at, train, val, Triple(w, torch.zeros_like(w), at.lam.vector(lam)))
@@ -177,8 +187,7 @@ class _Run:
         self.chosen = {"nu": nu, "inner": algorithm.share / nu, "outer": 0.0, "eta": 1 / nu}
         self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
         if algorithm.outer_lr is None:
-            inner = self.rates(0).inner
-            self.chosen["outer"] = probe.outer_step(inner * algorithm.inner_steps_taken)
+            self.chosen["outer"] = algorithm.outer_step(probe, self.rates(0).inner)
 
     def rates(self, k: int | None = None) -> Rates:
         k = self.k if k is None else k
@@ -229,7 +238,7 @@ class _Run:
             )
         start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
         probe = Probe(name, replace(self.at, compiled=False), start, self.train.some(PROBED), self.val.some(PROBED))
-        limit = 2 * probe.outer_step(rates.inner * self.algorithm.inner_steps_taken)
+        limit = 2 * self.algorithm.outer_step(probe, rates.inner)
         relation = "lies above" if rates.outer > limit else "does not lie above"
         raise DivergenceError(
             f"{where} outer_lr = {rates.outer:.3g} {relation} {limit:.3g}, the largest stable step of λ as estimated "
@@ -264,8 +273,8 @@ def check_count(algorithm: SingleLoop, *names: str) -> None:
 
 
 def _check(algorithm: SingleLoop, process: Process) -> None:
-    """The checks of implicit differentiation, which all of these algorithms approximate."""
-    name = type(algorithm).__name__
+    """The checks of a method that differentiates what the algorithm differentiates."""
+    name, method = type(algorithm).__name__, Implicit() if algorithm.second_derivatives else F2SA()
     if process.problem.encode is not None:
         raise BilevelError(
             f"{name} draws a new batch for every product, and encode maps the data of a whole task once. Leave encode "
@@ -277,11 +286,13 @@ def _check(algorithm: SingleLoop, process: Process) -> None:
             "root. Pass inner=…, or use Descent()."
         )
     try:
-        check_process(process, Implicit())
+        check_process(process, method)
     except DivergenceError:
         raise
     except BilevelError as error:
-        raise BilevelError(f"{name} differentiates implicitly, and refuses what Implicit refuses. {error}") from error
+        like = type(method).__name__
+        how = "differentiates implicitly" if algorithm.second_derivatives else "compares inner solutions"
+        raise BilevelError(f"{name} {how}, and refuses what {like} refuses. {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import Operator, largest_eigenvalue
 from bilevel.linear_solvers.cg import conjugate
 from bilevel.linear_solvers.lanczos import lanczos
-from bilevel.methods.implicit.near_minimiser import newton
+from bilevel.methods.implicit.near_minimiser import newton_from
 from bilevel.trees import Tree
 
 # Products with Hessians for the extreme curvatures, for a linear system, and power iterations for the gain.
@@ -79,17 +78,27 @@ class Probe:
             )
         return SHARE / largest
 
+    def outer_curvature(self) -> float:
+        """The largest curvature of E in w on a batch at the start, by differences of its gradients; at least 0."""
+        w, lam = self.begin.w, self.begin.lam
+        h = torch.finfo(w.dtype).eps ** (1 / 3) * (1 + float(w.norm()))
+
+        def product(batch: Tree, v: Tensor) -> Tensor:
+            size = h / max(float(v.norm()), 1e-30)
+            above, below = (self.at.outer(w + sign * size * v, lam, batch)[1] for sign in (1, -1))
+            return (above - below) / (2 * size)
+
+        return max(lanczos(_operator(partial(product, batch)), w, PRODUCTS).largest for batch in self.val)
+
     def _near_minimiser(self) -> Tensor:
-        at, lam = self.at, self.at.lam.tree(self.begin.lam)
+        flat, lam = self.at.w, self.begin.lam
 
-        def loss(w: Tree) -> Tensor:
-            with at.bound.around():
-                return torch.stack([at.bound.inner(w, lam, batch) for batch in self.train]).mean()
+        def derivatives(w: Tree) -> tuple[Tensor, Operator]:
+            here = flat.vector(w)
+            return self._slope(here, lam), _operator(lambda v: self._hessian(here, lam, v))
 
-        tol = 0.01 * float(self._slope(self.begin.w, self.begin.lam).norm())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return at.w.vector(newton(loss, at.w.tree(self.begin.w), tol, limit=10).w)
+        tol = 0.01 * float(self._slope(self.begin.w, lam).norm())
+        return flat.vector(newton_from(derivatives, flat.tree(self.begin.w), tol, limit=10).w)
 
     def _solve(self, w: Tensor, b: Tensor) -> Tensor:
         return conjugate(_operator(lambda v: self._hessian(w, self.begin.lam, v)), b, None, 0.1, SOLVE)[0]

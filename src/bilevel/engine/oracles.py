@@ -104,6 +104,10 @@ class Derivatives:
         """E, ∇_w E and ∇_λ E."""
         return self._call(self._outer, [w, lam], batch)
 
+    def inner(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
+        """L, ∇_w L and ∇_λ L."""
+        return self._call(self._inner_slopes, [w, lam], batch)
+
     def directions(self, at: Triple, train: Tree, val: Tree) -> tuple[Tensor, Triple]:
         """E, and (∇_w L, ∇²_w L v + ∇_w E, ∇²_{λw} L v + ∇_λ E), which vanish together where λ is stationary."""
         value, w, v, lam = self._call(self._directions, [at.w, at.lam, at.v], (train, val))
@@ -130,6 +134,11 @@ class Derivatives:
         w, lam = _live(w), _live(lam)
         with torch.enable_grad(), self.bound.around():
             value = self.process.problem.outer(self.w.tree(w), self.lam.tree(lam), batch)
+        return [value.detach(), *_grad(value, [w, lam])]
+
+    def _inner_slopes(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
+        w, lam = _live(w), _live(lam)
+        value = self._inner(w, lam, batch)
         return [value.detach(), *_grad(value, [w, lam])]
 
     def _directions(self, w: Tensor, lam: Tensor, v: Tensor, batches: tuple[Tree, Tree]) -> list[Tensor]:
@@ -165,6 +174,26 @@ class Derivatives:
 
             self.kernels[key] = compile_function(flat, [*vectors, *data])
         return self.kernels[key](*vectors, *data)
+
+
+class FirstDerivatives(Derivatives):
+    """The same with ∇²L v ≈ (∇L(w + h v) − ∇L(w − h v)) / (2 h): L is differentiated once only."""
+
+    def _products(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        length = float(torch.linalg.vector_norm(v))
+        if not length > 0:
+            return [self._gradient(w, lam, batch)[0], torch.zeros_like(w), torch.zeros_like(lam)]
+        h = torch.finfo(w.dtype).eps ** (1 / 3) * (1 + float(torch.linalg.vector_norm(w))) / length
+        above, below = (self._inner_slopes(w + sign * h * v, lam, batch)[1:] for sign in (1, -1))
+        # The slope at w itself, to an error of order h².
+        slope = (above[0] + below[0]) / 2
+        return [slope, *((a - b) / (2 * h) for a, b in zip(above, below, strict=True))]
+
+    def _hessian(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        return [self._products(w, lam, v, batch)[1]]
+
+    def _cross(self, w: Tensor, lam: Tensor, v: Tensor, batch: Tree) -> list[Tensor]:
+        return [self._products(w, lam, v, batch)[2]]
 
 
 def _live(vector: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from bilevel.dynamics.base import at
 from bilevel.engine.curvature import hessian
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
+from bilevel.linear_solvers.base import Operator
 from bilevel.linear_solvers.cg import CG, conjugate
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.trees import Tree
@@ -117,8 +118,19 @@ def newton(
     >>> round(float(point.w), 6), point.gradient_norm <= 1e-9
     (1.0, True)
     """
+    return newton_from(lambda w: hessian(loss, w), w, tol, limit, inverse)
+
+
+def newton_from(
+    derivatives: Callable[[Tree], tuple[Tensor, Operator]],
+    w: Tree,
+    tol: float,
+    limit: int = 50,
+    inverse: Callable[[Tensor], Tensor] | None = None,
+) -> NewtonPoint:
+    """`newton` for an objective that is given by ∇L and products with ∇²L at a point."""
     points, spec = trees.flatten(w)
-    slope, operator = hessian(loss, w)
+    slope, operator = derivatives(w)
     norm, products = float(slope.norm()), 0
     for _ in range(limit):
         if not norm > tol:
@@ -129,7 +141,7 @@ def newton(
         along, size = float(torch.dot(slope, move)), 1.0
         while size > 1e-4:
             there = trees.map(lambda point, part, size=size: point - size * part, w, step)
-            after, beyond = hessian(loss, there)
+            after, beyond = derivatives(there)
             if abs(float(torch.dot(after, move))) <= 0.9 * along:
                 break
             size /= 2
