@@ -7,6 +7,10 @@ import pytest
 import torch
 
 import bilevel as bl
+from bilevel import trees
+from bilevel.engine.curvature import hessian
+from bilevel.engine.process import Process
+from bilevel.methods.implicit.error_bound import error_bound
 from bilevel.testing import relative_error
 from bilevel.testing.problems import examples
 from quadratic_solution import closed_form
@@ -211,3 +215,36 @@ def test_the_closed_form_of_the_battery_is_the_limit():
     limit = bl.hypergradient(example.problem, example.lam, example.task, dynamics=bl.HeavyBall(0.3, 0.5), steps=400)
     w, grad = closed_form(example)
     assert relative_error(limit.inner, w) < 1e-10 and relative_error(limit.grad, grad) < 1e-8
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+def test_the_bound_on_a_hypergradient_holds_away_from_the_minimiser(encoded):
+    """At a u that is `radius` away from w_λ, with a v that does not solve the linear system, for any vector."""
+    _, task, _ = ridge(0)
+    lam, dynamics = torch.linspace(-1, 1, 12), bl.GradientDescent(0.05)
+
+    def shrunk(lam, task):
+        return bl.Task((task.train[0] * lam.exp(), task.train[1]), (task.val[0] * lam.exp(), task.val[1]))
+
+    problem = bl.Problem(
+        inner=lambda w, lam, b: (b[0] @ w - b[1]).cosh().log().mean() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (w**4).sum(),
+        init=lambda lam: torch.zeros(12),
+        encode=shrunk if encoded else None,
+    )
+    method, settings = bl.Implicit(bl.Direct(), newton=1e-12), {"dynamics": dynamics, "allow_unused": True}
+    exact = bl.hypergradient(problem, lam, task, steps=1, method=method, **settings)
+    process = Process(problem, lam, task, dynamics, 0, start=exact.inner, allow_unused=True)
+    slope, operator = hessian(process.bound.loss(1), exact.inner)
+    mu = float(torch.linalg.eigvalsh(operator.rows(torch.eye(len(slope)))).min())
+    generator, ratios = torch.Generator().manual_seed(0), []
+    for radius, wrong in ((1e-3, 0.0), (1e-4, 0.1), (0.0, 0.3), (0.0, 0.0)):
+        away = trees.map(lambda leaf: torch.randn(leaf.shape, generator=generator), exact.inner)
+        away = trees.scale(away, radius / float(trees.norm(away)))
+        u, v = trees.add(exact.inner, away), -exact.adjoint * (1 + wrong)
+        guess = trees.map(lambda leaf, size=wrong: leaf + size * torch.ones(leaf.shape), exact.grad)
+        error = float(trees.norm(trees.subtract(guess, exact.grad)))
+        ratios.append((error_bound(process, u, radius, mu, guess, v), error))
+    assert mu > 0 and all(error <= bound for bound, error in ratios)
+    # v is 30 % off and the vector far away: the bound is not much more than their sum.
+    assert ratios[2][0] < 20 * ratios[2][1] and ratios[3][0] < 1e-9

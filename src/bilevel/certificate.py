@@ -22,6 +22,7 @@ from bilevel.errors import BilevelError, BilevelWarning, Outcome
 from bilevel.hypergradients import hypergradient
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.methods.implicit import Implicit
+from bilevel.methods.implicit.error_bound import error_bound
 from bilevel.methods.implicit.near_minimiser import NearMinimiser, near_minimiser
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
@@ -46,6 +47,9 @@ class Certificate:
         value_gap: a bound on |f_T(λ) − f(λ)|; infinite where none applies.
         hypergradient_error: estimated ‖g − ∇f(λ)‖ for the g of the `method` that was passed, and
         hypergradient_relative: the same over ‖∇f(λ)‖.
+        hypergradient_bound: a bound on ‖g − ∇f(λ)‖, as `error_bound` derives it from μ, the residual of the linear
+            system, and norms of second derivatives at u. Estimated are μ, unless it was given, and these norms (by
+            Lanczos); infinite where L has no third derivative, None for proximal dynamics.
         residual: relative residual of that method's linear system, if it solves one.
         outcome: a sentence that says what the bounds rest on, or why there are none.
     """
@@ -64,6 +68,7 @@ class Certificate:
     outcome: Outcome
     hypergradient_error: float | None = None
     hypergradient_relative: float | None = None
+    hypergradient_bound: float | None = None
     residual: float | None = None
     search: Callable[[float, int], int] | None = field(default=None, repr=False, compare=False)
 
@@ -108,6 +113,7 @@ class Certificate:
             lines.append(
                 f"  hypergradient within {self.hypergradient_error:.3g} of ∇f(λ) (relative "
                 f"{self.hypergradient_relative:.3g})"
+                + ("" if self.hypergradient_bound is None else f", at most {self.hypergradient_bound:.3g}")
             )
         return "\n".join([*lines, f"  {self.outcome}"])
 
@@ -204,7 +210,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
 
     limits = near_minimiser(process, w, t, smallest, nu)
     certificate["gradient_norm"] = limits.gradient_norm
-    errors = _hypergradient_error(process, method, limits) if math.isfinite(limits.radius) else {}
+    errors = _hypergradient_error(process, method, limits, smallest) if math.isfinite(limits.radius) else {}
     mu_source = (
         "given"
         if mu is not None
@@ -230,7 +236,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     )
 
 
-def _hypergradient_error(process: Process, method: Method | None, limits: NearMinimiser) -> dict[str, Any]:
+def _hypergradient_error(process: Process, method: Method | None, limits: NearMinimiser, mu: float) -> dict[str, Any]:
     """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to ‖u − w_λ‖."""
     if method is None:
         return {}
@@ -257,9 +263,15 @@ def _hypergradient_error(process: Process, method: Method | None, limits: NearMi
     exact = Implicit()(at_limit)
     error = float(trees.norm(trees.subtract(found.grad, exact.grad)))
     scale = float(trees.norm(exact.grad))
+    bound = None
+    with torch.no_grad():
+        proximal = at_limit.bound.dynamics.stationary_step(at_limit.bound.loss(1), limits.u, 1) is not None
+    if not proximal and exact.adjoint is not None:
+        bound = error_bound(process, limits.u, limits.radius, mu, found.grad, -exact.adjoint)
     return {
         "hypergradient_error": error,
         "hypergradient_relative": error / scale if scale > 0 else math.inf,
+        "hypergradient_bound": bound,
         "residual": found.stats.residual,
     }
 
@@ -293,6 +305,7 @@ def _worst(certificates: list[Certificate]) -> Certificate:
         outcome=first.outcome,
         hypergradient_error=largest([c.hypergradient_error for c in certificates]),
         hypergradient_relative=largest([c.hypergradient_relative for c in certificates]),
+        hypergradient_bound=largest([c.hypergradient_bound for c in certificates]),
         residual=largest([c.residual for c in certificates]),
         search=search,
     )

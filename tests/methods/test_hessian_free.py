@@ -70,6 +70,16 @@ class TestF2SA:
         error = float((bl.hypergradient(*smooth(), method=method, **SETTINGS).grad - limit()).norm())
         assert certificate.applies and certificate.hypergradient_error == pytest.approx(error, rel=1e-3)
 
+    @pytest.mark.parametrize("steps", [20, 200])
+    def test_its_certificate_holds_and_falls_with_the_order(self, steps):
+        exact, bounds = limit(), []
+        for order in (1, 2, 4):
+            method, settings = bl.F2SA(order, 0.08), {**SETTINGS, "steps": steps}
+            error = float((bl.hypergradient(*smooth(), method=method, **settings).grad - exact).norm())
+            bounds.append(bl.certify(*smooth(), method=method, **settings).hypergradient_bound)
+            assert error <= bounds[-1] < 1.01 * error
+        assert bounds[0] > 5 * bounds[1] > 25 * bounds[2]
+
     def test_it_counts_its_runs_and_takes_first_derivatives_only(self):
         class Once(torch.autograd.Function):
             @staticmethod

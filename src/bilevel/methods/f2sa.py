@@ -47,7 +47,8 @@ class F2SA(Method):
     What it approximates: ∇f, the gradient of the limit, as `Implicit` does. How well: the differences have an error of
     order σ^order. `stats.residual` is what is left of ∇E in ∇²L dw/dσ + ∇E = 0, measured by gradients, and
     `stats.error` estimates the distance from ∇f from it, from a stencil of lower order and from the middle of the runs
-    (None for order 1). Where the inner problem is strongly convex, `certify(…, method=F2SA())` computes that distance.
+    (None for order 1). Where the inner problem is strongly convex, `certify(…, method=F2SA())` bounds that distance:
+    `hypergradient_bound` of the certificate, which says what it estimates.
 
     Args:
         order: 1 compares w_0 and w_σ, 2 compares w_σ and w_{−σ}, 4 also w_{2σ} and w_{−2σ}. One, two or four inner runs
