@@ -62,6 +62,11 @@ class GramOfRows:
         image = feature_sums(self.share[:, None] * row_scores(w, self.X), self.X)
         return image - (w @ self.mean[:, :, None]) * self.mean[:, None]
 
+    def diagonal(self) -> Tensor:
+        """The diagonals, folds × features."""
+        squares = self.X.square() if isinstance(self.X, Tensor) else self.X.multiply(self.X).tocsr()
+        return feature_sums(self.share[:, None], squares)[:, 0] - self.mean.square()
+
     def fold(self, k: int) -> GramOfRows:
         return GramOfRows(self.X, self.share[k : k + 1], self.mean[k : k + 1])
 

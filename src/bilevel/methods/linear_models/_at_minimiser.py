@@ -21,6 +21,39 @@ from bilevel.structures.penalties import FunctionOfLam
 Solver: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class Minimum:
+    """w_λ, and products with the inverse of the Hessian there.
+
+    Attributes:
+        w: the minimisers, folds × outputs × features.
+        solve: H_k⁻¹ b_k for every fold (on the support of w_k, where there is an L1 penalty), for one b of the shape of
+            w or for many: folds × right sides × outputs × features.
+        apart: H_k has a block for each output and no others.
+        more: functions of λ beside the penalties at which w is the minimiser, and the derivative of ∇L in their values.
+        bytes: what the Hessians or their factors take.
+    """
+
+    w: Tensor
+    solve: Callable[[Tensor], Tensor]
+    apart: bool = True
+    more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
+    bytes: int = 0
+
+    def solved_rows(self, rows: Tensor) -> Tensor:
+        """x_i H_k⁻¹ for the rows x_i of every fold, folds × rows × features.
+
+        The result has the shape folds × rows × outputs × outputs × features: how the score of one output depends on
+        the slope in the coefficients of another. Where outputs are apart, the second of them has size 1: itself.
+        """
+        folds, outputs, size = self.w.shape
+        if self.apart:
+            return self.solve(rows[:, :, None].expand(-1, -1, outputs, -1))[:, :, :, None]
+        units = torch.eye(outputs, dtype=rows.dtype)[:, :, None]
+        found = self.solve((rows[:, :, None, None] * units).reshape(folds, -1, outputs, size))
+        return found.reshape(folds, -1, outputs, outputs, size)
+
+
 @dataclass(frozen=True)
 class MinimiserMethod(Method):
     """∇f = ∇_λ E − ⟨q, ∂_λ ∇L⟩ with ∇²L q = ∇_w E at w_λ, for an inner objective whose structure is known.
@@ -149,6 +182,22 @@ class MinimiserMethod(Method):
         return self.combined(process, w, q, found.value, None, penalty_slope=found.in_penalty(alpha), **stats)
 
 
+class LinearModelMethod(MinimiserMethod):
+    """A method that finds w_λ together with products with the inverse of the Hessian there."""
+
+    @abstractmethod
+    def minimum(self, process: Process) -> Minimum:
+        """w_λ of a process that has passed the checks; called under `torch.no_grad`."""
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        found = self.minimum(process)
+        value, slope, direct = self.outer_slope(process, found.w)
+        q = found.solve(slope)
+        more = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        memory = found.bytes + 4 * found.w.nbytes
+        return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
+
+
 def by_leave_one_out(process: Process) -> bool:
     """Whether the outer objective is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
     inner, outer, encoded = process.problem.inner, process.problem.outer, process.encoded
@@ -158,6 +207,11 @@ def by_leave_one_out(process: Process) -> bool:
 def started(process: Process) -> Tensor:
     """Where an iterative method begins."""
     return process.bound.start()[0].detach()
+
+
+def flattened(solve: Solver) -> Solver:
+    """The solver for right sides of the shape folds × … × size."""
+    return lambda right: solve(right.reshape(len(right), -1, right.shape[-1])).reshape(right.shape)
 
 
 def cholesky_solver(matrices: Tensor) -> Solver:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -12,21 +14,25 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient, Part
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, cholesky_solver, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, cholesky_solver, started
+from bilevel.methods.linear_models._feature_signs import feature_sign_search
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.penalties import FunctionOfLam
 from bilevel.structures.rows import GramOfRows
 
-NEWTON_STEPS, ROUNDS = 10, 40
+NEWTON_STEPS = 10
+# Features that are added to a working set at once.
+WORKING = 200
 
 
 @dataclass(frozen=True)
-class ActiveSet(MinimiserMethod):
+class ActiveSet(LinearModelMethod):
     """The minimiser of `LeastSquares` plus an L1 penalty, the limit of `ISTA(lr, L1(…))` and `FISTA(lr, L1(…))`.
 
     Where the signs of w are known, the fixed point of the proximal step is w_S = (b_S − β_S sign(w_S)) A_SS⁻¹ on the
-    support S, with A = G + diag(α) and β the strengths of the L1 penalty. Proximal steps find the signs, the equations
-    do the rest. The adjoint is q_S = ∇_S E A_SS⁻¹, and zero off the support. λ may enter through α and β.
+    support S, with A = G + diag(α) and β the strengths of the L1 penalty. Newton's method on these equations finds the
+    signs from a start near w, and a feature-sign search from any other. The adjoint is
+    q_S = ∇_S E A_SS⁻¹, and zero off the support. λ may enter through α and β.
 
     Args:
         strengths: β as a function of λ, if it is a `FunctionOfLam`: it is then differentiated without autograd. It must
@@ -49,31 +55,31 @@ class ActiveSet(MinimiserMethod):
                 f"{process.bound.dynamics}. Use Implicit()."
             )
 
-    def at_minimiser(self, process: Process) -> Hypergradient:
+    def minimum(self, process: Process) -> Minimum:
         inner, bound, w = process.problem.inner, process.bound, started(process)
         assert isinstance(inner, LeastSquares)
-        with torch.set_grad_enabled(self.strengths is None):
-            strengths = torch.as_tensor(_weights(process), dtype=w.dtype)
-        step = bound.dynamics.largest_step(1.0, _time(process))
-        assert step is not None
         gram, moments = bound.task.train
-        l1, positive = strengths.detach().expand_as(w), _is_positive(process)
-        nets = _Nets(gram, moments, l1, inner.penalty(bound.lam), step[0], positive)
+        strengths = torch.as_tensor(_weights(process), dtype=w.dtype)
+        nets = _Nets(gram, moments, strengths.expand_as(w), inner.penalty(bound.lam), _is_positive(process))
         w, solve = nets.minimise(w)
-        value, slope, direct = self.outer_slope(process, w)
-        q = solve(slope)
         if self.strengths is None:
-            with torch.enable_grad():
-                beside = strengths * w.sign()
-            return self.combined(process, w, q, value, direct, beside, peak_memory=4 * w.nbytes)
-        declared = self.strengths.linearised(bound.lam)[0]
-        if not torch.allclose(declared, strengths.detach()):
+            return Minimum(w, solve)
+        if not torch.allclose(self.strengths.linearised(bound.lam)[0], strengths):
             raise BilevelError(
                 "ActiveSet(strengths=…) has other values than the L1 penalty of the dynamics. Pass the same "
                 "function to both, or leave strengths out."
             )
-        more = [(self.strengths, -(q * w.sign()).sum((0, 1)))]
-        return self.combined(process, w, q, value, direct, more=more, peak_memory=4 * w.nbytes)
+        return Minimum(w, solve, more=((self.strengths, w.sign()),))
+
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        if self.strengths is not None:
+            return super().at_minimiser(process)
+        found = self.minimum(process)
+        value, slope, direct = self.outer_slope(process, found.w)
+        with torch.enable_grad():
+            beside = torch.as_tensor(_weights(process), dtype=found.w.dtype) * found.w.sign()
+        memory = 4 * found.w.nbytes
+        return self.combined(process, found.w, found.solve(slope), value, direct, beside, peak_memory=memory)
 
 
 def _time(process: Process) -> int:
@@ -103,55 +109,81 @@ class _Nets:
     linear: Tensor
     l1: Tensor
     l2: Tensor
-    lr: float
     positive: bool = False
 
     def minimise(self, w: Tensor) -> tuple[Tensor, SupportSolver]:
         """The minimisers, and products with the inverses of the matrices on their supports."""
-        for round_ in range(ROUNDS):
-            found, settled, solve = self._newton(w)
-            if settled is None:
-                return found, solve
-            w = torch.where(settled[..., None], found, self._proximal_steps(w, 50 * (round_ + 1)))
-        return w, self._solver(w != 0)
+        found, settled, solve = self._newton(w)
+        if bool(settled.all()):
+            return found, solve
+        w = torch.where(settled[..., None], found, w)
+        for k, output in (~settled).nonzero().tolist():
+            w[k, output] = self._from_afar(w[k, output], k, output)
+        found, settled, solve = self._newton(w)
+        return (found, solve) if bool(settled.all()) else (w, self._solver(w != 0))
 
     def _slope(self, w: Tensor) -> Tensor:
         image = self.gram.times(w) if isinstance(self.gram, GramOfRows) else w @ self.gram
         return image + self.l2 * w - self.linear
 
-    def _newton(self, w: Tensor) -> tuple[Tensor, Tensor | None, SupportSolver]:
-        """Newton's method for the fixed point of the proximal step, w = prox(w − lr·∇L(w)).
+    @cached_property
+    def _steps(self) -> Tensor:
+        """1 / the curvature of each coordinate, folds × 1 × features."""
+        diagonal = self.gram.diagonal() if isinstance(self.gram, GramOfRows) else self.gram.diagonal(dim1=1, dim2=2)
+        return 1 / (diagonal + self.l2).clamp(min=1e-300)[:, None]
+
+    def _newton(self, w: Tensor) -> tuple[Tensor, Tensor, SupportSolver]:
+        """Newton's method for the fixed point of a proximal step, w = prox(w − step·∇L(w)).
 
         The map is linear where the signs of its image stay the same, so a step solves a linear system on the support;
-        once the signs repeat, w is the fixed point. Close to it a few steps are enough. Far from it they may cycle:
-        then the second result says which folds and outputs are at their fixed points. It is None if all are.
+        once the signs repeat, w is the fixed point. Close to it a few steps are enough. Far from it they may cycle, and
+        the search ends when signs do not change less and less. The second result says which folds and outputs are at
+        their fixed points.
         """
-        threshold, penalised = self.lr * self.l1, self.l1 > 0
-        signs = solve = None
-        settled: Tensor | None = None
+        steps, threshold, penalised = self._steps, self._steps * self.l1, self.l1 > 0
+        # A singular system may have no solution: then signs repeat, and there is a slope on the support.
+        nothing = 1e-9 * self.linear.abs().amax(-1, keepdim=True)
+        signs = torch.full_like(w, torch.nan)
+        changes = math.inf
         for _ in range(NEWTON_STEPS):
-            image = w - self.lr * self._slope(w)
+            slope = self._slope(w)
+            image = w - steps * slope
             # A coefficient without an L1 penalty is always in the support.
             next_signs = torch.where(penalised, image.sign() * (image.abs() > threshold), 1.0)
             if self.positive:
                 next_signs = (image > threshold).to(image.dtype)
-            if signs is not None and solve is not None and torch.equal(signs, next_signs):
-                return w, None, solve
-            settled = None if signs is None else (signs == next_signs).all(-1)
+            other = signs != next_signs
+            pull = (slope + self.l1 * signs).abs() > nothing
+            settled = ~(other | (pull & (signs != 0))).any(-1)
+            before, changes = changes, int(other.sum())
+            if changes == 0 or changes >= before:
+                break
             signs, solve = next_signs, self._solver(next_signs != 0)
             w = solve(self.linear - self.l1 * signs)
-        assert settled is not None and solve is not None
         return w, settled, solve
 
-    def _proximal_steps(self, w: Tensor, steps: int) -> Tensor:
-        """Accelerated proximal gradient steps (FISTA), which converge from anywhere."""
-        previous = w
-        for t in range(1, steps + 1):
-            ahead = w + (t - 1) / (t + 2) * (w - previous)
-            image = ahead - self.lr * self._slope(ahead)
-            shrunk = (image.abs() - self.lr * self.l1).relu()
-            previous, w = w, (image > 0) * shrunk if self.positive else image.sign() * shrunk
-        return w
+    def _from_afar(self, w: Tensor, k: int, output: int) -> Tensor:
+        """The minimiser of one fold and output, on a working set to which features that violate its conditions come."""
+        l1, linear = self.l1[k, output], self.linear[k, output]
+        gram: Any = self.gram.fold(k) if isinstance(self.gram, GramOfRows) else self.gram[k]
+        nothing, working, solved = 1e-10 * linear.abs().max(), w != 0, False
+        while True:
+            image = gram.times(w[None, None])[0, 0] if isinstance(gram, GramOfRows) else w @ gram
+            slope = linear - image - self.l2 * w
+            violation = ((slope if self.positive else slope.abs()) - l1).masked_fill(working, 0)
+            room = min(max(WORKING, int(working.sum())), len(w))
+            wrong = violation >= violation.topk(room).values[-1].clamp(min=nothing)
+            working |= wrong
+            if not bool(wrong.any()) and (solved or not bool(working.any())):
+                return w
+            here = working.nonzero()[:, 0]
+            several = isinstance(gram, GramOfRows)
+            block = gram.blocks(here[None, None])[0, 0] if several else gram[here][:, here]
+            block.diagonal().add_(self.l2[here])
+            found = feature_sign_search(
+                block.numpy(), linear[here].numpy(), l1[here].numpy(), w[here].numpy(), self.positive
+            )
+            w, solved = torch.zeros_like(w).index_copy(0, here, torch.from_numpy(found)), True
 
     def _solver(self, support: Tensor) -> SupportSolver:
         """All systems are filled up with rows of the identity to the size of the largest one."""
@@ -170,7 +202,11 @@ class _Nets:
         inverse = cholesky_solver(blocks.flatten(0, 1))
 
         def solve(right: Tensor) -> Tensor:
-            found = inverse((right.gather(-1, order) * on).reshape(-1, 1, size)).reshape(on.shape)
-            return torch.zeros_like(right).scatter_(-1, order, found * on)
+            """Right sides of the shape of w, or folds × right sides × outputs × features."""
+            many = right if right.ndim == 4 else right[:, None]
+            index = order[:, None].expand(-1, many.shape[1], -1, -1)
+            inside = (many.gather(-1, index) * on[:, None]).transpose(1, 2)
+            found = inverse(inside.flatten(0, 1)).reshape(inside.shape).transpose(1, 2) * on[:, None]
+            return torch.zeros_like(many).scatter_(-1, index, found).reshape(right.shape)
 
         return solve

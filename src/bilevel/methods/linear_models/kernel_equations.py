@@ -11,7 +11,13 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, by_leave_one_out, cholesky_solver
+from bilevel.methods.linear_models._at_minimiser import (
+    LinearModelMethod,
+    Minimum,
+    by_leave_one_out,
+    cholesky_solver,
+    flattened,
+)
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import SquaredError
@@ -19,7 +25,7 @@ from bilevel.structures.rows import feature_sums, row_kernel, row_scores
 
 
 @dataclass(frozen=True)
-class KernelEquations(MinimiserMethod):
+class KernelEquations(LinearModelMethod):
     """w_k = u_k X diag(1/α) with a system of rows × rows, for `LinearModels` with squared errors.
 
     With S the weights of fold k, X_c the rows about their mean (where there is an intercept) and
@@ -35,18 +41,24 @@ class KernelEquations(MinimiserMethod):
         if not isinstance(inner, LinearModels) or not isinstance(inner.loss, SquaredError):
             raise BilevelError("KernelEquations is for squared errors only. Use NewtonLinear().")
 
+    def minimum(self, process: Process) -> Minimum:
+        equations, (_, y, weight) = self._equations(process), process.bound.task.train
+        memory = (len(weight) + 2) * equations.bytes
+        return Minimum(equations.fit(y), flattened(equations.adjoint), bytes=memory)
+
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner, bound = process.problem.inner, process.bound
         assert isinstance(inner, LinearModels)
-        X, y, weight = bound.task.train
-        equations = _Equations(X, weight, inner.penalty(bound.lam), inner.intercept)
-        if by_leave_one_out(process) and not inner.intercept and len(weight) == 1:
-            found = equations.left_out(*bound.task.val[1:4])
-            return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
-        w = equations.fit(y)
-        value, slope, direct = self.outer_slope(process, w)
-        q = equations.adjoint(slope)
-        return self.combined(process, w, q, value, direct, peak_memory=(len(weight) + 2) * equations.bytes)
+        if not by_leave_one_out(process) or inner.intercept or len(bound.task.train[2]) > 1:
+            return super().at_minimiser(process)
+        equations = self._equations(process)
+        found = equations.left_out(*bound.task.val[1:4])
+        return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
+
+    def _equations(self, process: Process) -> _Equations:
+        inner, (X, _, weight) = process.problem.inner, process.bound.task.train
+        assert isinstance(inner, LinearModels)
+        return _Equations(X, weight, inner.penalty(process.bound.lam), inner.intercept)
 
 
 class _Equations:

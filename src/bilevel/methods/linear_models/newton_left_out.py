@@ -11,14 +11,14 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
-from bilevel.methods.linear_models.newton_linear import PenalisedRows, factorised, minimise
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise
 from bilevel.structures.left_out import LeftOutLoss, with_ones
 from bilevel.structures.linear_models import LinearModels
 
 
 @dataclass(frozen=True)
-class NewtonLeftOut(MinimiserMethod):
+class NewtonLeftOut(LinearModelMethod):
     """Newton's method for `LinearModels` on one fold, then the gradient of a `LeftOutLoss` at the minimiser.
 
     E depends on λ through w_λ and through the Hessian H. With the derivatives B_i of E in A_i = X_i H⁻¹ X_iᵀ and
@@ -41,6 +41,9 @@ class NewtonLeftOut(MinimiserMethod):
             )
         if len(process.bound.task.train[2]) != 1:
             raise BilevelError("NewtonLeftOut needs one fold that has all rows; pass weights of shape 1 × rows.")
+
+    def minimum(self, process: Process) -> Minimum:
+        return NewtonLinear(self.tol, dense=True).minimum(process)
 
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner, outer = process.problem.inner, process.problem.outer

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
 from bilevel.structures.linear_models import LinearModels, RowBatch
+from bilevel.structures.losses import SquaredError
 from bilevel.trees import Tree
 
 NEWTON_STEPS = 50
@@ -26,7 +26,7 @@ Solve: TypeAlias = Callable[[Tensor, float, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class NewtonLinear(MinimiserMethod):
+class NewtonLinear(LinearModelMethod):
     """Newton's method with a line search for `LinearModels`, then q_k = ∇E_k H_k⁻¹ with the Hessian at the minimiser.
 
     Args:
@@ -40,15 +40,15 @@ class NewtonLinear(MinimiserMethod):
     dense: bool | None = None
     structure: ClassVar[type | None] = LinearModels
 
-    def at_minimiser(self, process: Process) -> Hypergradient:
+    def minimum(self, process: Process) -> Minimum:
         w = started(process)
         rows = PenalisedRows(process.problem.inner, process.bound.task.train, process.bound.lam)
         dense = hessians_are_small(rows.X.shape[0], w.shape) if self.dense is None else self.dense
         solver = rows.cholesky if dense else rows.conjugate_gradients
         w, scores = minimise(rows, w, solver, self.tol)
-        value, slope, direct = self.outer_slope(process, w)
-        q = solver(scores)(slope, self.tol, process.adjoint)
-        return self.combined(process, w, q, value, direct, peak_memory=4 * w.nbytes + scores.nbytes)
+        solve = solver(scores)
+        apart = w.shape[1] == 1 or isinstance(rows.model.loss, SquaredError)
+        return Minimum(w, lambda right: solve(right, self.tol, process.adjoint), apart, bytes=scores.nbytes)
 
 
 class PenalisedRows:
@@ -73,7 +73,12 @@ class PenalisedRows:
 
     def cholesky(self, scores: Tensor) -> Solve:
         factors = factorised(self.hessians(scores))
-        return lambda right, tol, start: solved(factors, right)
+
+        def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
+            columns = right.reshape(len(right), -1, factors.shape[-1]).mT
+            return torch.cholesky_solve(columns, factors).mT.reshape(right.shape)
+
+        return solve
 
     def hessians(self, scores: Tensor) -> Tensor:
         """One matrix for every fold, over coefficients in the order (output, feature)."""

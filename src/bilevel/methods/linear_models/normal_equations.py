@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, Solver, by_leave_one_out, cholesky_solver
+from bilevel.methods.linear_models._at_minimiser import (
+    LinearModelMethod,
+    Minimum,
+    by_leave_one_out,
+    cholesky_solver,
+    flattened,
+)
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
 from bilevel.structures.rows import GramOfRows
 
 
 @dataclass(frozen=True)
-class NormalEquations(MinimiserMethod):
+class NormalEquations(LinearModelMethod):
     """w_k = b_k A_k⁻¹ and q_k = ∇E_k A_k⁻¹ with A_k = G_k + diag(α), for `LeastSquares`.
 
     One Cholesky factor per fold serves the fit and its hypergradient, whatever the number of rows.
@@ -30,7 +36,7 @@ class NormalEquations(MinimiserMethod):
         if isinstance(process.bound.task.train[0], GramOfRows):
             raise BilevelError("NormalEquations needs G as a tensor, not as a GramOfRows. Use Implicit(CG()).")
 
-    def at_minimiser(self, process: Process) -> Hypergradient:
+    def minimum(self, process: Process) -> Minimum:
         inner, bound = process.problem.inner, process.bound
         assert isinstance(inner, LeastSquares)
         gram, moments = bound.task.train
@@ -39,18 +45,25 @@ class NormalEquations(MinimiserMethod):
             matrices.diagonal(dim1=1, dim2=2).add_(alpha)
         else:
             matrices.add_(alpha)
-        solve = cholesky_solver(matrices)
-        w = solve(moments)
-        if by_leave_one_out(process):
-            return self._left_out(process, w, solve, alpha)
-        value, slope, direct = self.outer_slope(process, w)
-        q = solve(slope)
-        through = None if alpha.ndim == 1 else -(q.mT @ w).sum(0)
-        return self.combined(process, w, q, value, direct, penalty_slope=through, peak_memory=2 * matrices.nbytes)
+        solve = flattened(cholesky_solver(matrices))
+        return Minimum(solve(moments), solve, bytes=2 * matrices.nbytes)
 
-    def _left_out(self, process: Process, w: Tensor, solve: Solver, alpha: Tensor) -> Hypergradient:
+    def at_minimiser(self, process: Process) -> Hypergradient:
+        inner: Any = process.problem.inner
+        alpha = inner.penalty(process.bound.lam)
+        if by_leave_one_out(process):
+            return self._left_out(process, self.minimum(process), alpha)
+        if alpha.ndim == 1:
+            return super().at_minimiser(process)
+        found = self.minimum(process)
+        value, slope, direct = self.outer_slope(process, found.w)
+        q = found.solve(slope)
+        through = -(q.mT @ found.w).sum(0)
+        return self.combined(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
+
+    def _left_out(self, process: Process, found: Minimum, alpha: Tensor) -> Hypergradient:
         X, y, weight, own, _ = process.bound.task.val
-        Z = solve(X[None])[0]
+        w, Z = found.w[0], found.solve(X[None])[0]
         kept = 1 - own - weight * (Z * X).sum(1)
-        found = LeaveOneOutSlopes.of(w[0], Z, y - w[0] @ X.mT, kept, weight)
-        return self.left_out(process, found, alpha, peak_memory=2 * Z.nbytes)
+        slopes = LeaveOneOutSlopes.of(w, Z, y - w @ X.mT, kept, weight)
+        return self.left_out(process, slopes, alpha, peak_memory=found.bytes + Z.nbytes)

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
 from bilevel.methods.linear_models.newton_linear import PenalisedRows, hessians_are_small, minimise
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import SquaredError
 from bilevel.structures.rows import feature_sums, row_kernel, row_scores
 
 
 @dataclass(frozen=True)
-class RowSpan(MinimiserMethod):
+class RowSpan(LinearModelMethod):
     """Newton's method on as many coordinates as rows, for `LinearModels` with positive penalties.
 
     With the singular value decomposition X diag(α)^−½ = U Σ Qᵀ and v = Qᵀ diag(α)^½ w, the inner objective is that of
@@ -31,7 +31,7 @@ class RowSpan(MinimiserMethod):
     tol: float = 1e-8
     structure: ClassVar[type | None] = LinearModels
 
-    def at_minimiser(self, process: Process) -> Hypergradient:
+    def minimum(self, process: Process) -> Minimum:
         inner, bound = process.problem.inner, process.bound
         assert isinstance(inner, LinearModels)
         X, y, weight = bound.task.train
@@ -41,11 +41,14 @@ class RowSpan(MinimiserMethod):
         v = span.coordinates(started(process))
         solver = rows.cholesky if hessians_are_small(len(span.table), v.shape) else rows.conjugate_gradients
         v, scores = minimise(rows, v, solver, self.tol)
-        w = span.coefficients(v)
-        value, slope, direct = self.outer_slope(process, w)
-        reduced = span.reduced(slope)
-        q = span.full(slope, solver(scores)(reduced, self.tol, None) - reduced)
-        return self.combined(process, w, q, value, direct, peak_memory=4 * w.nbytes + span.table.nbytes)
+        inverse = solver(scores)
+
+        def solve(right: Tensor) -> Tensor:
+            reduced = span.reduced(right)
+            return span.full(right, inverse(reduced, self.tol, None) - reduced)
+
+        apart = v.shape[1] == 1 or isinstance(inner.loss, SquaredError)
+        return Minimum(span.coefficients(v), solve, apart, bytes=span.table.nbytes)
 
 
 class _Span:

@@ -22,8 +22,8 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
-from bilevel.methods.linear_models.newton_linear import PenalisedRows, factorised, minimise, solved
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise, solved
 from bilevel.structures.held_out import HeldOutLoss
 from bilevel.structures.linear_models import LinearModels
 
@@ -33,7 +33,7 @@ BLOCK = 2_000
 
 
 @dataclass(frozen=True)
-class StaleNewton(MinimiserMethod):
+class StaleNewton(LinearModelMethod):
     """Newton steps with outdated Hessians, for `LinearModels` on a dense table.
 
     What is known at one λ, Hessians included, serves the next: it is in the result's `adjoint`, which `solve` passes on
@@ -52,6 +52,9 @@ class StaleNewton(MinimiserMethod):
         super().check(process)
         if not isinstance(process.bound.task.train[0], Tensor):
             raise BilevelError("StaleNewton needs X as a dense tensor. Use NewtonLinear().")
+
+    def minimum(self, process: Process) -> Minimum:
+        return NewtonLinear(self.tol, dense=True).minimum(process)
 
     def at_minimiser(self, process: Process) -> Hypergradient:
         sweeps = _Sweeps(process, started(process))
