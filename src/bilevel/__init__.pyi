@@ -98,6 +98,7 @@ from .tasks.episodes import EpisodeSampler as EpisodeSampler
 from .tasks.fixed_batches import FixedBatches as FixedBatches
 from .tasks.holdout import holdout as holdout
 from .tasks.minibatches import Minibatches as Minibatches
+from .tasks.shards import shards as shards
 from .tuning.tuner import tune as tune
 
 __version__: str

@@ -216,6 +216,11 @@ def world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def current_world() -> World:
+    """The processes of the enclosing `world()`; this one alone outside of any."""
+    return _current.get() or World()
+
+
 def writes() -> bool:
     """Whether this is the one process that writes files and prints; for use before there is a `World`."""
     return os.environ.get("RANK", "0") == "0"

@@ -155,6 +155,22 @@ def test_a_function_of_k_is_a_source_of_batches():
     assert torch.equal(found.outer["x"], run(bl.SOBA(**FIXED), data, iterations=6).outer["x"])
 
 
+@pytest.mark.parametrize(
+    "algorithm", [bl.SOBA(**FIXED), bl.SABA(**FIXED), bl.BOME(**FIXED)], ids=["SOBA", "SABA", "BOME"]
+)
+def test_a_batch_in_parts_is_the_batch(algorithm):
+    data = FiniteSum.drawn(12, 0.1)
+    whole = bl.Task(bl.FixedBatches(data.train, 6), bl.FixedBatches(data.val, 4))
+    parts = bl.Task(bl.shards(whole.train, 3), bl.shards(whole.val, 2))
+    one, two = (run(algorithm, data, task, iterations=6) for task in (whole, parts))
+    assert torch.allclose(one.outer["x"], two.outer["x"], rtol=1e-12) and len(two.history["value"]) == 6
+    assert one.history["value"] == pytest.approx(two.history["value"], rel=1e-12)
+    with pytest.raises(bl.BilevelError, match="4 examples cannot be cut into 3 parts"):
+        run(algorithm, data, bl.Task(whole.train, bl.shards(whole.val, 3)))
+    with pytest.raises(bl.BilevelError, match="train is cut into shards"):
+        run(None, data, bl.Task(parts.train, whole.val), dynamics=bl.GradientDescent(0.1), steps=1)
+
+
 @dataclass(frozen=True)
 class OneBatchForBoth(bl.TTSA):
     """The cross product on the batch that moved w: its mean is not the product of the means."""

@@ -35,6 +35,15 @@ problem = bl.Problem(
 )
 
 
+def sides():
+    whole = task(0, 96)
+    return whole.train, whole.val
+
+
+def cut(kind, size):
+    return bl.Task(*(bl.shards(kind(side, size), 3) for side in sides()))
+
+
 def cases():
     folds = [task(seed) for seed in range(5)]
     sgd, heavy = (lambda p: torch.optim.SGD(p, lr=1e3)), bl.HeavyBall(0.05, 0.5)
@@ -46,6 +55,9 @@ def cases():
         "source": {"tasks": lambda k: [task(100 * k + i) for i in range(3)], "steps": 10},
         "iterator": {"tasks": ([task(100 * k + i) for i in range(3)] for k in range(1000)), "steps": 10},
         "lbfgsb": {"tasks": folds, "steps": 15, **quasi},
+        "soba": {"tasks": cut(bl.Minibatches, 12), "algorithm": bl.SOBA()},
+        "saba": {"tasks": cut(bl.FixedBatches, 12), "algorithm": bl.SABA(), "constraint": bl.Box(-3, 1)},
+        "bome": {"tasks": bl.Task(*(bl.shards(side, 3) for side in sides())), "algorithm": bl.BOME(inner_steps=3)},
         "diverging": {"tasks": folds, "steps": 15, "optimizer": sgd},
         "different": {"tasks": [task(int(RANK))], "steps": 5},
     }
@@ -53,7 +65,9 @@ def cases():
 
 def run(case, folder, iterations, **settings):
     lam = {"decay": torch.full((4,), -1.0), "prior": torch.zeros(4)}
-    settings = {"dynamics": bl.GradientDescent(0.1), **cases()[case], **settings}
+    settings = {**cases()[case], **settings}
+    if "steps" in settings:
+        settings = {"dynamics": bl.GradientDescent(0.1), **settings}
     tasks, place = settings.pop("tasks"), folder / case / "checkpoints"
     return bl.solve(problem, lam, tasks, iterations=iterations, checkpoint=place, checkpoint_every=4, **settings)
 

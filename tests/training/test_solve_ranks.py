@@ -15,7 +15,7 @@ from processes import ENVIRONMENT, finish, wait_for, worker
 import bilevel as bl
 
 ITERATIONS = 10
-EVERY = ["cold", "warm", "online", "source", "iterator", "lbfgsb", "diverging"]
+EVERY = ["cold", "warm", "online", "source", "iterator", "lbfgsb", "soba", "saba", "bome", "diverging"]
 LATER = [case for case in EVERY if case != "diverging"]
 
 
@@ -48,7 +48,7 @@ def test_ranks_return_what_one_process_returns(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-@pytest.mark.parametrize(("case", "restarts"), [("warm", 1), ("online", 0)])
+@pytest.mark.parametrize(("case", "restarts"), [("warm", 1), ("online", 0), ("saba", 1)])
 def test_a_killed_rank_is_resumed(tmp_path, case, restarts):
     """By torchrun with two ranks; and, where torchrun gives up, by one process."""
     process = two_ranks(tmp_path / "two", case, 0.1, restarts=restarts)

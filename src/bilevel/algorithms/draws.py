@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bilevel.tasks.fixed_batches import FixedBatches
+from bilevel.tasks.shards import ShardedSampler
 from bilevel.trees import Tree
 
 
@@ -19,12 +20,13 @@ class BatchSource:
 
     def __init__(self, given: Any) -> None:
         self.given, self.sampler = given, callable(given)
-        self.fixed = isinstance(given, FixedBatches)
-        self.count: int | None = len(given) if self.fixed else None if self.sampler else 1
+        self.whole = given.source if isinstance(given, ShardedSampler) else given
+        self.fixed = isinstance(self.whole, FixedBatches)
+        self.count: int | None = len(self.whole) if self.fixed else None if self.sampler else 1
 
     def index(self, t: int) -> int:
         """Which of the `count` batches draw t = 1, 2, … gives."""
-        return int(self.given.index(t)) if self.fixed else 0
+        return int(self.whole.index(t)) if self.fixed else 0
 
     def __getitem__(self, index: int) -> Tree:
         return self.given[index] if self.fixed else self.given

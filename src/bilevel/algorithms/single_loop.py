@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,15 +16,17 @@ from bilevel import trees
 from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.algorithms.draws import BatchSource, Draws
 from bilevel.algorithms.step_sizes import Probe, neumann_terms
+from bilevel.distributed import current_world
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Stats
 from bilevel.engine.oracles import Derivatives, FirstDerivatives, Triple
 from bilevel.engine.process import Process
 from bilevel.engine.samplers import check_draws
-from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.errors import BilevelError, BilevelWarning, DivergenceError, Outcome
 from bilevel.methods.f2sa import F2SA
 from bilevel.methods.implicit.method import Implicit
 from bilevel.problem import Task
+from bilevel.tasks.shards import parts_of
 from bilevel.trees import Tree
 
 Memory = dict[str, Any]
@@ -161,7 +164,10 @@ class _Run:
         for name, source in (("train", train), ("val", val)):
             check_draws(name, source.given, source.count)
         lam = outer.lam if outer.saved is None else outer.saved["example"]
-        process = outer.process(lam, Task(train(1), val(1)))
+        # An example for the checks: the first part of a batch that is cut.
+        first = [parts_of(source(1)) for source in (train, val)]
+        _warn_of_idle(algorithm, min(map(len, first)))
+        process = outer.process(lam, Task(first[0][0], first[1][0]))
         _check(algorithm, process)
         kind = Derivatives if algorithm.second_derivatives else FirstDerivatives
         at = kind(process, algorithm.compiled)
@@ -270,6 +276,18 @@ def check_count(algorithm: SingleLoop, *names: str) -> None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise BilevelError(f"{type(algorithm).__name__}({name}={number!r}) is not a number; pass an int ≥ 1.")
+
+
+def _warn_of_idle(algorithm: SingleLoop, parts: int) -> None:
+    size = current_world().size
+    if size > parts:
+        warnings.warn(
+            f"{size} processes run {type(algorithm).__name__}, and its batches have {parts} part{'s' * (parts > 1)} to "
+            f"share, so that processes compute the same or wait. Cut them: Task(shards(train, {size}), "
+            f"shards(val, {size})).",
+            BilevelWarning,
+            stacklevel=2,
+        )
 
 
 def _check(algorithm: SingleLoop, process: Process) -> None:

@@ -24,6 +24,7 @@ from bilevel.engine.recorded import counted, run_uncompiled
 from bilevel.engine.samplers import check_sampler, check_task
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.problem import Problem, Task
+from bilevel.tasks.shards import ShardedSampler, Shards
 from bilevel.trees import Tree
 
 # The step whose objective is checked if there are no steps.
@@ -43,7 +44,19 @@ def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Tas
         )
     for task in listed:
         check_task(task)
+        refuse_shards(task)
     return listed
+
+
+def refuse_shards(task: Task) -> None:
+    """Refuse data that `shards` has cut: only single-loop algorithms take them."""
+    for name, given in (("train", task.train), ("val", task.val)):
+        if isinstance(given, (Shards, ShardedSampler)):
+            raise BilevelError(
+                f"task.{name} is cut into shards, which single-loop algorithms, such as solve(algorithm=SOBA()), share "
+                "between processes. A hypergradient through inner steps takes whole batches: pass them uncut. "
+                "Processes share the tasks of a list."
+            )
 
 
 def check_problem_and_steps(problem: Any, steps: Any) -> None:

@@ -10,9 +10,22 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.distributed import current_world
 from bilevel.engine.kernels import Kernel, compile_function, form_of
 from bilevel.engine.process import Process
+from bilevel.tasks.shards import Shards, parts_of
 from bilevel.trees import Spec, Tree
+
+# What each function of `Derivatives` returns: numbers, and vectors like w or λ.
+OUTPUTS = {
+    "gradient": "w",
+    "products": "wwλ",
+    "hessian": "w",
+    "cross": "λ",
+    "outer": "1wλ",
+    "inner_slopes": "1wλ",
+    "directions": "1wwλ",
+}
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,13 @@ class Derivatives:
 
     def directions(self, at: Triple, train: Tree, val: Tree) -> tuple[Tensor, Triple]:
         """E, and (∇_w L, ∇²_w L v + ∇_w E, ∇²_{λw} L v + ∇_λ E), which vanish together where λ is stationary."""
-        value, w, v, lam = self._call(self._directions, [at.w, at.lam, at.v], (train, val))
+        left, right = parts_of(train), parts_of(val)
+        if len(left) != len(right):
+            slope, hessian, cross = self.products(at.w, at.lam, at.v, train)
+            value, outer_w, outer_lam = self.outer(at.w, at.lam, val)
+            return value, Triple(slope, hessian + outer_w, cross + outer_lam)
+        both = Shards(list(zip(left, right, strict=True))) if len(left) > 1 else (left[0], right[0])
+        value, w, v, lam = self._call(self._directions, [at.w, at.lam, at.v], both)
         return value, Triple(w, v, lam)
 
     def _gradient(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
@@ -157,6 +176,8 @@ class Derivatives:
         return slope
 
     def _call(self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], batch: Tree) -> list[Tensor]:
+        if isinstance(batch, Shards):
+            return self._mean(function, vectors, batch.parts)
         if not self.compiled:
             return function(*vectors, batch)
         leaves, spec = trees.flatten(batch)
@@ -174,6 +195,23 @@ class Derivatives:
 
             self.kernels[key] = compile_function(flat, [*vectors, *data])
         return self.kernels[key](*vectors, *data)
+
+    def _mean(
+        self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], parts: Sequence[Tree]
+    ) -> list[Tensor]:
+        """The mean over the parts of a batch, which the processes share; the same bits for any number of them."""
+        kinds = OUTPUTS[function.__name__.lstrip("_")]
+        like = {"w": vectors[0], "λ": vectors[1], "1": vectors[0][:1]}
+        total = torch.zeros_like(torch.cat([like[kind] for kind in kinds]))
+        world = current_world()
+        mine = (
+            torch.cat([x.reshape(-1) for x in self._call(function, vectors, parts[i])])
+            for i in world.share(range(len(parts)))
+        )
+        for row in world.gather(mine, len(parts), total):
+            total = total + row
+        split = torch.split(total / len(parts), [len(like[kind]) for kind in kinds])
+        return [x.reshape(()) if kind == "1" else x.to(like[kind].dtype) for kind, x in zip(kinds, split, strict=True)]
 
 
 class FirstDerivatives(Derivatives):
