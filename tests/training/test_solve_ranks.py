@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import share_script
 import solve_script
 import torch
 from processes import ENVIRONMENT, finish, wait_for, worker
@@ -138,3 +139,17 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path):
 
     with pytest.raises(bl.BilevelError, match="Own cannot go on from a state in the middle"):
         alone(tmp_path, "cold", algorithm=Own())
+
+
+def test_ranks_share_the_folds_of_an_estimator_and_the_trainings_of_tune(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", share_script.__file__]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, *words, str(tmp_path)], **pipes, text=True, env=ENVIRONMENT)
+    code, _, err = finish(process)
+    assert code == 0, err
+    torch.set_default_dtype(torch.float32)
+    one, two = share_script.everything(), [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for part, work in (("estimator", "judges"), ("tuned", "tasks")):
+        assert one[part]["numbers"] == two[0][part]["numbers"] == two[1][part]["numbers"], part
+        shares = [rank[part][work] for rank in two]
+        assert sum(shares) == one[part][work] and min(shares) >= one[part][work] // 3

@@ -24,6 +24,7 @@ from bilevel.tuning import (
     WeightDecay,
     prepare,
 )
+from bilevel.tuning.randomness import derived_seed
 
 VAL = classes(30, seed=1)
 
@@ -410,3 +411,21 @@ def test_a_class_of_torch_trains_the_model_or_moves_the_hyperparameters():
     spoken = bl.tune(network(), F.cross_entropy, declared, *data, steps=5, iterations=2,
                      optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.3))  # fmt: skip
     assert outer.history["value"].tolist() == spoken.history["value"].tolist()
+
+
+def test_the_mean_over_several_trainings_is_minimised():
+    settings = {"steps": 6, "iterations": 2, "seed": 3}
+    found = bl.tune(network(), F.cross_entropy, LearningRate(0.2), loader(), VAL, runs=3, **settings)
+    job = prepare(network(), F.cross_entropy, LearningRate(0.2), loader(), VAL, steps=6, seed=3)
+    seeds = [3, *(derived_seed(3, "training", i) for i in (1, 2))]
+    tasks = [bl.Task(job.training(seed), job.val) for seed in seeds]
+    each = [bl.hypergradient(job.problem, found.lam, task, dynamics=job.dynamics, steps=6).value for task in tasks]
+    assert (
+        found.value == pytest.approx(float(torch.stack(each).mean()), rel=1e-6) and len({float(x) for x in each}) == 3
+    )
+    new = bl.tune(network(), F.cross_entropy, LearningRate(0.2), loader(), VAL, runs=2, batches="new", **settings)
+    assert np.isfinite(new.value) and new.value != found.value
+    with pytest.raises(bl.BilevelError, match="would all be the same"):
+        bl.tune(network(), F.cross_entropy, LearningRate(0.2), classes(40), VAL, runs=2, **settings)
+    with pytest.raises(bl.BilevelError, match="not a number of trainings"):
+        bl.tune(network(), F.cross_entropy, LearningRate(0.2), loader(), VAL, runs=0, **settings)

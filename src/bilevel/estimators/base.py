@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel.certificate import Certificate, certify
+from bilevel.distributed import world
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array, Folds, split
@@ -140,7 +141,8 @@ class BilevelEstimator(BaseEstimator):
         table = self._table(X, outputs, folds, groups)
         box = self._box(X, outputs, weight, variance / scale**2)
         search = PenaltySearch(table, table.criterion(folds), groups.count, box, int(self.max_iter), float(self.tol))
-        with self._progress() as advance:
+        # Processes that torchrun started share the nested cross-validation, and return what one would.
+        with world(), self._progress() as advance:
             lam = self._search(search, folds, groups, free, 2 * np.log(scale), advance)
         # Four decimals of a logarithm: rounding errors of so many steps must not show in the result.
         lam = lam.mul(1e4).round().div(1e4)

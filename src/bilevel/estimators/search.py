@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.constraints.box import Box
+from bilevel.distributed import current_world
 from bilevel.engine.method import Hypergradient
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.estimators.folds import Array, Folds
@@ -202,15 +204,21 @@ def choose_tether(search: PenaltySearch, folds: Folds, start: Tensor, report: Ca
 
     For each fold k, λ is tuned on the other folds with fold k's rows taken out, for one tether after the other; fold k,
     trained with that λ, then judges it. What is judged never saw what judges it, but for the point where all searches
-    begin: the shared penalty, which was found on all folds and is tuned again first.
+    begin: the shared penalty, which was found on all folds and is tuned again first. Processes share the folds.
     """
-    judges = [_Judge.of(search, folds, k, start) for k in range(folds.count)]
-    judges = [judge for judge in judges if judge is not None]
-    if not judges:
+    usable = [k for k in range(folds.count) if search.table.nested(folds, k).count]
+    if not usable:
         return UNCHOSEN
+    world, judges = current_world(), dict[int, _Judge]()
+
+    def judged(strength: float, k: int) -> Array:
+        if k not in judges:
+            judges[k] = _Judge.of(search, folds, k, start)
+        return judges[k].errors(strength)
+
     errors: list[Array] = []
     for strength in TETHERS:
-        errors.append(np.concatenate([judge.errors(strength) for judge in judges if judge is not None]))
+        errors.append(np.concatenate(world.collect(partial(judged, strength), usable)))
         report()
         # Freer penalties than those that were worse twice are not tried.
         if len(errors) > 2 and min(_lead(errors[-1], errors[-3]), _lead(errors[-2], errors[-3])) > 0:
@@ -230,12 +238,8 @@ class _Judge:
     lam: Tensor
 
     @classmethod
-    def of(cls, search: PenaltySearch, folds: Folds, k: int, start: Tensor) -> _Judge | None:
-        """None if nothing is left to tune on."""
-        rest = search.table.nested(folds, k)
-        if rest.count == 0:
-            return None
-        inner = search.on(rest, min(search.max_iter, 15), max(search.tol, 1e-3))
+    def of(cls, search: PenaltySearch, folds: Folds, k: int, start: Tensor) -> _Judge:
+        inner = search.on(search.table.nested(folds, k), min(search.max_iter, 15), max(search.tol, 1e-3))
         return cls(inner, search.on(folds.only(k), search.max_iter, search.tol, search.table.judge), start)
 
     def errors(self, strength: float) -> Array:

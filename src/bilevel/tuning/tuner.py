@@ -15,7 +15,7 @@ from bilevel.engine.method import Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.outer_loop import Iteration, solve
 from bilevel.problem import Task
-from bilevel.tuning.batches import ReplayedLoader, refuse_same_data
+from bilevel.tuning.batches import Batch, ReplayedLoader, refuse_same_data
 from bilevel.tuning.gap import find_gap
 from bilevel.tuning.holdout import judge_held_out, split_validation
 from bilevel.tuning.network import Network
@@ -49,6 +49,7 @@ def tune(
     batches: Literal["same", "new"] = "same",
     validation: Literal["whole", "minibatch"] = "whole",
     holdout: float | None = None,
+    runs: int = 1,
     patience: int | None = None,
     callbacks: Sequence[Callable[[Iteration], bool | None]] = (),
     seed: int = 0,
@@ -101,6 +102,9 @@ def tune(
         holdout: the share of `val` that is not tuned on. `result.held_out` has the losses there: of the tuned model, of
             the start values, and of a model trained on the rest of `val` alone. `result.value` itself is optimistic,
             because the hyperparameters were tuned for it.
+        runs: trainings in every hyperiteration, each with its own order of examples, masks and noise; the mean of their
+            validation losses is minimised. Hyperparameters then fit one sequence of random numbers less, and the
+            processes of a script that torchrun started share the trainings. `result.model` is that of the first.
         patience: stop when the validation loss has not improved for this many hyperiterations. It needs the same data
             in all hyperiterations.
         callbacks: called with a `bilevel.outer_loop.Iteration` before every update; one that returns True stops.
@@ -134,7 +138,7 @@ def tune(
     >>> found.value < found.start_value, sorted(found.values), found.values["lr"].shape, found.outcome.kind
     (True, ['example_weights', 'lr', 'weight_decay'], (20,), 'finished')
     """
-    _check_settings(iterations, outer_lr, batches, validation, patience)
+    _check_settings(iterations, outer_lr, batches, validation, patience, runs)
     _refuse_ambiguous(optimizer, dynamics)
     prepared = functools.partial(
         prepare,
@@ -159,7 +163,9 @@ def tune(
     space = job.space
     # Where every hyperiteration sees the same data, f_T is one function, and the best λ is kept.
     one_function = batches == "same" and validation == "whole"
-    tasks = job.task if one_function else _tasks_by_iteration(job, val, batches, validation, iterations)
+    tasks = (
+        _trainings(job, runs) if one_function else _tasks_by_iteration(job, val, batches, validation, iterations, runs)
+    )
     chosen, reason = job.choose(method)
     path = _ValuePath(space)
     solution = solve(
@@ -180,7 +186,8 @@ def tune(
     outcome = _with_advice(solution.outcome, solution.inner is not None)
     if solution.inner is None:
         raise BilevelError(outcome)
-    inner, value = (solution.inner, solution.value) if one_function else job.run(solution.outer)
+    first = solution.inner if runs == 1 else solution.inner[0]
+    inner, value = (first, solution.value) if one_function else job.run(solution.outer)
     return Tuned(
         model=job.trained(inner),
         values=space.plain(solution.outer),
@@ -219,10 +226,26 @@ class _ValuePath:
         return {name: x[:, 0] if x.shape[1] == 1 else x for name, x in found.items()}
 
 
+def _trainings(job: TrainingProblem, runs: int) -> Task | list[Task]:
+    """The tasks of a hyperiteration: one for each training."""
+    if runs == 1:
+        return job.task
+    if isinstance(job.data, Batch) and not job.random:
+        raise BilevelError(
+            f"runs={runs} trainings would all be the same: every step uses all of train, and nothing in the training "
+            "is random. Pass a DataLoader with shuffle=True as train, or leave runs out."
+        )
+    return [Task(job.training(seed), job.val) for seed in _seeds(job.seed, runs)]
+
+
+def _seeds(seed: int, runs: int) -> list[int]:
+    return [seed, *(derived_seed(seed, "training", i) for i in range(1, runs))]
+
+
 def _tasks_by_iteration(
-    job: TrainingProblem, val: Any, batches: str, validation: str, iterations: int
-) -> Callable[[int], Task]:
-    """The task of hyperiteration k: with batches="new" other training batches, with validation="minibatch" the k-th
+    job: TrainingProblem, val: Any, batches: str, validation: str, iterations: int, runs: int
+) -> Callable[[int], Task | list[Task]]:
+    """The tasks of hyperiteration k: with batches="new" other training batches, with validation="minibatch" the k-th
     batch of validation data."""
     replayed = None
     if validation == "minibatch":
@@ -235,11 +258,14 @@ def _tasks_by_iteration(
         seed = derived_seed(job.seed, "validation", 0)
         replayed = ReplayedLoader(val, seed, job.network.like, max(iterations, 1), "val")
 
-    def task(k: int) -> Task:
-        training = job.training(derived_seed(job.seed, "run", k)) if batches == "new" else job.task.train
-        return Task(training, job.val if replayed is None else replayed(k + 1))
+    def tasks(k: int) -> Task | list[Task]:
+        seed, judge = job.seed, job.val if replayed is None else replayed(k + 1)
+        if batches == "new":
+            seed = derived_seed(job.seed, "run", k)
+        found = [Task(job.training(one), judge) for one in _seeds(seed, runs)]
+        return found if runs > 1 else found[0]
 
-    return task
+    return tasks
 
 
 def _outer_optimizer(given: Any, space: Space, lr: float) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
@@ -265,7 +291,9 @@ def _refuse_ambiguous(optimizer: Any, dynamics: Any) -> None:
         )
 
 
-def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any, patience: Any) -> None:
+def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any, patience: Any, runs: Any) -> None:
+    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+        raise BilevelError(f"runs={runs!r} is not a number of trainings; pass an int ≥ 1.")
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
         raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations; pass an int ≥ 0.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
