@@ -30,6 +30,8 @@ COLDEST, HOTTEST = 1 / 64, 64.0
 # False-alarm rates for which a card holds a threshold.
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 QUERIES = 5
+# Classifiers that are made to score the labelled pictures by others; more labelled pictures are left out together.
+MOST_FOLDS = 10
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def calibrate(learner: Learner, val: Episodes, test: Episodes, count: int, steps
 
 
 def own_threshold(classifier: FewShotClassifier, rate: float) -> tuple[float, int] | None:
-    """A threshold from the labelled pictures themselves, each scored by a classifier of the others, and their number.
+    """A threshold from the labelled pictures themselves, each scored by a classifier without it, and their number.
 
     The k-th smallest of n scores, k = ⌊rate·(n + 1)⌋, is undercut by a new picture of the classes with probability at
     most k/(n + 1) if its score is distributed like theirs. None where there are too few pictures for this rate.
@@ -174,12 +176,12 @@ def own_threshold(classifier: FewShotClassifier, rate: float) -> tuple[float, in
     place = torch.cat([torch.arange(int(count)) for count in torch.bincount(numbers)])
     order = torch.argsort(numbers, stable=True)
     fold = torch.empty_like(numbers)
-    fold[order] = place
+    fold[order] = place % MOST_FOLDS
     counts = torch.bincount(numbers)
     if int(counts.min()) < 2 or int(rate * (len(numbers) + 1)) < 1:
         return None
     scores = []
-    for held in range(int(counts.max())):
+    for held in range(min(MOST_FOLDS, int(counts.max()))):
         out = fold == held
         steps = classifier.steps if classifier.learner.has_steps else None
         rest = classifier.learner.adapt(images[~out], numbers[~out], steps)

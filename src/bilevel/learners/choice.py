@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
 from bilevel.learners import ZOO_PREFIX
-from bilevel.learners.library import TrainedLearner, find, zoo
+from bilevel.learners.library import zoo
+from bilevel.learners.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ def choose(drawn: int, pictures: int, ways: int, shots: float) -> Choice:
     'zoo:omniglot-20way-5shot'
     """
     drawings = 2 * drawn > pictures
-    known = {name: find(ZOO_PREFIX + name) for name in zoo()}
-    fitting = {name: model for name, model in known.items() if model.preparation.draws == drawings}
+    known = {name: card for name, card in zoo().items() if Preparation.of(card["preparation"]).draws == drawings}
+    fitting = {name: TrainingSettings.of(card["settings"]) for name, card in known.items()}
     if not fitting:
         raise BilevelError(f"The zoo has no model of {'drawings' if drawings else 'photographs'}; name a run of yours.")
     name = min(fitting, key=lambda name: (_distance(fitting[name], ways, shots), name))
-    chosen, kind = fitting[name].settings, "drawings" if drawings else "photographs"
+    chosen, kind = fitting[name], "drawings" if drawings else "photographs"
     why = (
         f"{drawn} of {pictures} pictures look like drawings, so a model of {kind} was taken; of those in the zoo, "
         f"{ZOO_PREFIX}{name} was trained for episodes ({chosen.ways}-way {chosen.shots}-shot) that are nearest to "
@@ -45,6 +47,6 @@ def choose(drawn: int, pictures: int, ways: int, shots: float) -> Choice:
     return Choice(ZOO_PREFIX + name, why)
 
 
-def _distance(model: TrainedLearner, ways: int, shots: float) -> float:
+def _distance(trained: TrainingSettings, ways: int, shots: float) -> float:
     """Examples count more than classes: they decide how much a class can be known."""
-    return 2 * abs(math.log(model.settings.shots / shots)) + abs(math.log(model.settings.ways / ways))
+    return 2 * abs(math.log(trained.shots / shots)) + abs(math.log(trained.ways / ways))

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bilevel.errors import BilevelError, BilevelWarning
-from bilevel.training.files import read_tensors, write_tensors
+from bilevel.files import write_bytes
+from bilevel.training.files import packed, read_tensors
 
 if TYPE_CHECKING:
     from bilevel.learners.base import Learner
@@ -69,6 +71,14 @@ class FewShotClassifier:
         """The probability of every class, N × classes: the softmax of the learner's logits over the temperature."""
         return (self.scores(images) / self.temperature).softmax(1)
 
+    @torch.no_grad()
+    def distances(self, images: Any) -> Tensor:
+        """How far images are from the labelled ones in the representation, N × labelled: 1 − cosine of the features."""
+        learner = self.learner
+        sets = learner.representation.sets(learner.lam, self.support, self._take(images), training=False)
+        known, asked = (F.normalize(features[:, :-1], dim=1) for features in sets)  # without the bias's constant
+        return 1 - asked @ known.mT
+
     def save(self, path: str | Path, facts: Mapping[str, Any] | None = None) -> None:
         """Write the classifier to one safetensors file: the learner, its labelled images and their classes.
 
@@ -76,6 +86,10 @@ class FewShotClassifier:
             path: of the file.
             facts: whatever else should be kept, in JSON's types.
         """
+        write_bytes(Path(path), self.packed(facts))
+
+    def packed(self, facts: Mapping[str, Any] | None = None) -> bytes:
+        """The content of the file that `save` writes."""
         wrong = next((label for label in self.classes if not isinstance(label, (str, int, float))), None)
         if wrong is not None:
             raise BilevelError(f"The class {wrong!r} cannot be written to a file; label images by texts or numbers.")
@@ -84,7 +98,7 @@ class FewShotClassifier:
         kept = {f"{WEIGHTS}{name}": value for name, value in self.learner.with_running(self.learner.lam).items()}
         kept |= {"images": pixels.to(torch.uint8) if exact else self.support, "labels": self.numbers}
         about = {"learner": self.learner.settings(), "classes": self.classes, "steps": self.steps}
-        write_tensors(Path(path), kept, {**(facts or {}), KIND: {**about, "temperature": self.temperature}})
+        return packed(kept, {**(facts or {}), KIND: {**about, "temperature": self.temperature}})
 
     @classmethod
     def load(cls, path: str | Path, module: nn.Module | None = None) -> tuple[FewShotClassifier, dict[str, Any]]:

@@ -93,8 +93,9 @@ def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: fl
     made = _calibration(model, classifier)
     if made is None:
         raise BilevelError(
-            f"--none {rate:g} needs two or more labelled pictures of each class and {math.ceil(1 / rate) - 1} in "
-            f"all, or a model that `bilevel evaluate` has calibrated, and {model.name} is not."
+            f'"None of these" at a rate of {rate:.0%} needs two or more labelled pictures of each class and '
+            f"{math.ceil(1 / rate) - 1} in all, or a model that `bilevel evaluate` has calibrated, and {model.name} is "
+            "not."
         )
     source = f"set on meta-validation, {made.ways}-way {made.shots}-shot; other kinds of pictures may have another"
     return NoneOfThese(made.threshold(rate), f"{said}, {source}.")

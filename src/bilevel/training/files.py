@@ -24,10 +24,16 @@ MOST_TENSORS = 20_000
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
     """The tensors and some JSON facts as one safetensors file."""
-    safetensors = extras.load("safetensors.torch", extra="learn", purpose=f"Writing {path}")
+    write_bytes(path, packed(tensors, facts))
+
+
+def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> bytes:
+    """The content of such a file."""
+    safetensors = extras.load("safetensors.torch", extra="learn", purpose="Writing a safetensors file")
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = json.dumps({**(facts or {}), DIGEST: _digest(dense, facts or {})}, sort_keys=True)
-    write_bytes(path, safetensors.save(dense, {FACTS: metadata}))
+    content: bytes = safetensors.save(dense, {FACTS: metadata})
+    return content
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
