@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 # Folders and files whose tests train, compile, start processes or draw pages: `make test-quick` leaves them out. Single
 # tests elsewhere that take more than a few seconds carry the mark themselves.
 SLOW_FOLDERS = {
-    *("benchmarks", "cli", "docs", "estimators", "examples", "experiments", "interoperation", "peers", "report"),
+    *("app", "benchmarks", "cli", "docs", "estimators", "examples", "experiments", "interoperation", "peers", "report"),
     *("search", "tabular", "training", "tuning"),
 }
 SLOW_FILES = {

@@ -26,6 +26,7 @@ ORDER = [
     {"testing"},
     {"tabular"},
     {"experiments", "report"},
+    {"app"},
     {"cli"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}

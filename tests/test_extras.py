@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = [
     *("rich", "typer", "sklearn", "scipy", "pandas", "pyarrow", "safetensors", "PIL", "filelock", "matplotlib"),
-    *("jinja2", "plotly", "tensorboard", "threadpoolctl"),
+    *("jinja2", "plotly", "tensorboard", "threadpoolctl", "starlette", "uvicorn"),
 ]
 # What a user calls without the extra, and the extra that the error should name.
 CALLS = {
@@ -32,6 +32,7 @@ CALLS = {
     "from bilevel.learners.library import find; find('zoo:omniglot-5way-1shot')": "learn",
     "from bilevel.training.folder import RunFolder; RunFolder(Path('runs/a')).locked().__enter__()": "learn",
     "import bilevel.report": "report",
+    "import bilevel.app": "app",
     "import bilevel.experiments; bilevel.experiments.load('ridge')": "report",
 }
 EVERY_CALL = f"""

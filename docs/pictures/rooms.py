@@ -8,6 +8,7 @@ from _canvas import BLUE, GREEN, GREY, ORANGE, arrow, box, canvas, save
 
 LAYERS = [
     (["cli"], GREY),
+    (["app"], GREY),
     (["experiments", "report"], GREY),
     (["tabular"], GREEN),
     (["testing"], BLUE),

@@ -1,0 +1,42 @@
+"""`bilevel app`: a local page that learns classes from a few pictures and recognises new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bilevel.cli.train import THREADS
+
+
+def command(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="The folder of a run, a saved learner, zoo:NAME, or a classifier that was saved by the page or by "
+            "`bilevel classify --save`. If not given, a model of the zoo is chosen for the pictures."
+        ),
+    ] = None,
+    support: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Begin with these labelled pictures: a folder of pictures for each class."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Of the page; 8642 if not given, or a free one if that is taken."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")] = True,
+    threads: THREADS = None,
+) -> None:
+    """Open a page on which you draw or drop pictures of a few classes, and new ones are recognised at once.
+
+    The page is served to this computer only, needs no network, and writes nothing; a classifier is saved where you
+    choose to. Ctrl-C ends it.
+    """
+    from bilevel.cli import _serving
+
+    desk, notes = _serving.desk(run, support, threads)
+    for note in notes:
+        typer.echo(note, err=True)
+    _serving.serve(desk, port, show)
