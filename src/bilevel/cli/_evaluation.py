@@ -30,7 +30,7 @@ from bilevel.source_commit import commit
 from bilevel.training.folder import RunFolder
 
 # Classes and labelled pictures of each for which a saved model is calibrated, and episodes of each split for it.
-GRID = tuple((ways, shots) for ways in (2, 5, 10, 20) for shots in (1, 5))
+GRID = tuple((ways, shots) for ways in (2, 3, 5, 10, 20) for shots in (1, 5))
 CALIBRATED = 100
 
 
