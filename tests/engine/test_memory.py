@@ -64,7 +64,7 @@ def test_a_memory_is_bounded():
     for number in range(CAPACITY + 20):
         ask(problem, torch.ones(1 + number))
     kept = memory_of(problem)
-    assert len(kept.findings) == CAPACITY and len(kept.derivatives) <= CAPACITY
+    assert len(kept.check_results) == CAPACITY and len(kept.derivatives) <= CAPACITY
 
 
 def test_a_memory_dies_with_its_problem():

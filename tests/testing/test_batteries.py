@@ -1,5 +1,7 @@
 """Everything found by walking the folders passes the public batteries."""
 
+from collections import Counter
+
 import pytest
 
 import bilevel as bl
@@ -22,15 +24,39 @@ def test_dynamics(example):
     testing.check_dynamics(example)
 
 
+def cases_for(method):
+    """Which cases a method meets: all of the structure that it is written for, and a third of the others.
+
+    Each method meets every dynamics and every example. Further instances of a class, and methods that need dozens of
+    runs for a case, meet a ninth.
+    """
+    cases = testing.battery_cases()
+    labels, names = Counter(case.label for case in cases), Counter(case.example.name for case in cases)
+    order = {name: i for group in (labels, names) for i, name in enumerate(group)}
+    whole = method == type(method).examples()[0] and method.outer_derivatives
+    share, shift = 3 if whole else 9, list(methods.find()).index(type(method).__name__)
+
+    def is_met(case):
+        declared = method.structure is not None and isinstance(case.example.problem.inner, method.structure)
+        only_one = whole and labels[case.label] == 1
+        return declared or only_one or (order[case.label] + order[case.example.name] + shift) % share == 0
+
+    return [case for case in cases if is_met(case)]
+
+
 @pytest.mark.parametrize("example", instances(methods.find))
 def test_method(example):
-    # The first instance of a class meets every pair, each of the others a fifth: every example and every dynamics. A
-    # method that evaluates f_T alone needs dozens of runs for each pair; its first instance meets a ninth.
-    first, *others = type(example).examples()
-    among = None if example == first else testing.battery_cases()[others.index(example) % 5 :: 5]
-    if not example.outer_derivatives:
-        among = testing.battery_cases()[::9]
-    testing.check_method(example, among=among)
+    testing.check_method(example, among=cases_for(example), further=example == type(example).examples()[0])
+
+
+def test_which_cases_are_met():
+    cases = testing.battery_cases()
+    for cls in methods.find().values():
+        met = cases_for(cls.examples()[0])
+        assert {case.example.name for case in met} >= {case.example.name for case in cases} - {"left out"}
+        assert {case.label for case in met} == {case.label for case in cases} or not cls.outer_derivatives
+    exact = [cls.examples()[0] for cls in methods.find().values() if cls.exact and cls.structure is None]
+    assert {case for method in exact for case in cases_for(method)} == set(cases)
 
 
 def test_the_folders_hold_what_the_paper_and_the_peers_need():

@@ -149,8 +149,8 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         method.kind_of_data(process),
     )
     memory = process.memory
-    if key in memory.findings:
-        process.findings = memory.findings[key]
+    if key in memory.check_results:
+        process.check_results = memory.check_results[key]
         return
     with TwiceDifferentiable() as mode:
         state = _check_start(process)
@@ -167,8 +167,8 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
     if not value_only and method.outer_derivatives:
         _check_reach(process, method, state)
         _check_derivatives(process, method, state, after)
-    process.findings.of_method = method.prepare(process)
-    memory.findings[key] = process.findings
+    process.check_results.prepared = method.prepare(process)
+    memory.check_results[key] = process.check_results
 
 
 def _check_differentiable(process: Process, method: Method) -> None:
@@ -234,7 +234,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
             pass
         elif not value.requires_grad or not reached([value], points):
             if name.startswith("inner") and "the fixed point" in seen and not calls_loss(bound, state[0]):
-                process.findings.uses_inner = False
+                process.check_results.uses_inner = False
                 continue
             raise BilevelError(
                 f"{name} is not differentiable in w: its result has no graph that leads back to w. Look for .detach(), "
@@ -253,7 +253,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
 def _check_derivatives(process: Process, method: Method, state: Any, after: Any) -> None:
     """Compare derivatives with differences, once for all dynamics and all methods that need them."""
     used = bool(process.steps) or _looks_at_w_t(method, method.sees(process))
-    second = method.second_derivatives and used and process.findings.uses_inner
+    second = method.second_derivatives and used and process.check_results.uses_inner
     task = process.bound.task
     key, known = (second, kind_of(process.variables), kind_of([task.train, task.val])), process.memory.derivatives
     if process.problem.check_derivatives and key not in known:
@@ -271,7 +271,7 @@ def _check_step(process: Process, state: Any, recorded: bool) -> Any:
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
     with torch.set_grad_enabled(recorded):
-        after, process.findings.graph_bytes = counted(
+        after, process.check_results.graph_bytes = counted(
             lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
             trees.tensors([process.variables, bound.task, state]),
         )
@@ -371,7 +371,7 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
                 note("the inner objective", bound.loss(t)(state[0]))
                 note("the dynamics", list(vars(bound.dynamics).values()))
                 break
-            if process.findings.uses_inner:
+            if process.check_results.uses_inner:
                 note("the inner objective", gradient(bound.loss(t), state[0]))
             at_rest = bound.dynamics.stationary_step(bound.loss(t), state[0], t)
             left = reached_at_rest(bound, variables, state[0], t) if at_rest is None and not method.exact else None

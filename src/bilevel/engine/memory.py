@@ -33,18 +33,18 @@ class Recent(dict[Hashable, Value]):
 
 
 @dataclass
-class Findings:
+class CheckResults:
     """What the checks found about the calls of one kind.
 
     Attributes:
         graph_bytes: what the graph of one recorded step keeps in memory.
         uses_inner: whether the steps call the inner objective.
-        of_method: what the method's own `prepare` returned.
+        prepared: what the method's own `prepare` returned.
     """
 
     graph_bytes: int = 0
     uses_inner: bool = True
-    of_method: Any = None
+    prepared: Any = None
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Memory:
     """The checks that one problem has passed. A loop owns a memory, or uses the one that `memory_of` keeps.
 
     Attributes:
-        findings: by the kind of the call: the method, the shapes, the code of the dynamics.
+        check_results: by the kind of the call: the method, the shapes, the code of the dynamics.
         samplers: samplers that gave the same batch twice, as weak references by identity.
         derivatives: kinds of calls whose derivatives agreed with differences.
         replaces_operations: the problem uses operations that torch cannot differentiate twice.
@@ -62,7 +62,7 @@ class Memory:
             places in the task; and with another outer objective.
     """
 
-    findings: Recent[Findings] = field(default_factory=Recent)
+    check_results: Recent[CheckResults] = field(default_factory=Recent)
     samplers: Recent[weakref.ref[Any]] = field(default_factory=Recent)
     derivatives: Recent[bool] = field(default_factory=Recent)
     replaces_operations: bool = False

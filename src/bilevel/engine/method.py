@@ -135,7 +135,7 @@ class Method(ABC):
         return kind_of([process.start, process.variables, task.train, task.val])
 
     def prepare(self, process: Process) -> Any:
-        """Compute what is the same in all calls of one kind; kept as `process.findings.of_method`.
+        """Compute what is the same in all calls of one kind; kept as `process.check_results.prepared`.
 
         Called once for each kind of call, after all checks.
         """

@@ -17,7 +17,7 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.dynamics.base import EquationLoss
 from bilevel.engine.double_backward import differentiable_twice
-from bilevel.engine.memory import Findings, Memory
+from bilevel.engine.memory import CheckResults, Memory
 from bilevel.engine.products import jacobian_vector_products
 from bilevel.errors import BilevelError
 from bilevel.problem import Problem, Task
@@ -46,7 +46,7 @@ class Process:
         live: do not cut the graph of λ: `variables` are functions of λ's leaves. For a run that is recorded as a
             whole and differentiated more than once.
         memory: the checks that this problem has passed.
-        findings: what the checks found about the process, for use by the methods.
+        check_results: what the checks found about the process, for use by the methods.
     """
 
     problem: Problem
@@ -61,7 +61,7 @@ class Process:
     allow_unused: bool = False
     live: bool = False
     memory: Memory = field(default_factory=Memory)
-    findings: Findings = field(default_factory=Findings)
+    check_results: CheckResults = field(default_factory=CheckResults)
 
     variables: list[Tensor] = field(init=False)
     outer_count: int = field(init=False)
@@ -176,7 +176,7 @@ class Process:
 
     def recorded_bytes(self, state: State) -> int:
         """The bytes that a step adds to the graph of a recorded run: its own tensors and the next w."""
-        return self.findings.graph_bytes + trees.nbytes(state[0])
+        return self.check_results.graph_bytes + trees.nbytes(state[0])
 
     @property
     def encoded_count(self) -> int:

@@ -20,7 +20,7 @@ def check_purity(process: Process, state: State) -> None:
         t, bound = process.times[0], process.bound
         with torch.no_grad():
             refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
-            if process.findings.uses_inner:
+            if process.check_results.uses_inner:
                 first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
                 refuse_impure(first, again, f"The gradient of the inner objective at step {t} was another")
 

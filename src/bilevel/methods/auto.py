@@ -63,7 +63,7 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
             )
 
     check_process(process, Unrolled())
-    graph, iterates = steps * process.findings.graph_bytes if steps else 0, steps * trees.nbytes(state)
+    graph, iterates = steps * process.check_results.graph_bytes if steps else 0, steps * trees.nbytes(state)
     if graph <= budget:
         return Unrolled(), f"Unrolled: recording all steps takes about {amount(graph)}, which fits ({sizes})."
     if iterates <= budget:

@@ -58,7 +58,7 @@ class FiniteDifference(Method):
         once = copy.copy(process)
         once.bound = BoundByDifferences(process, self.width)
         # A recorded step keeps the w at which it took its gradient, and nothing else.
-        once.findings = replace(process.findings, graph_bytes=0)
+        once.check_results = replace(process.check_results, graph_bytes=0)
         found = Truncated(max(1, self.k or process.steps))(once)
         stats = replace(found.stats, method=type(self).__name__)
         return replace(found, stats=stats)

@@ -128,8 +128,8 @@ class Reverse(Method):
 
     def sizes(self, process: Process) -> Sizes:
         """What `memory` is divided among."""
-        state, workspace = process.findings.of_method or _measure(process)
-        recorded = NODE_BYTES + process.findings.graph_bytes + state
+        state, workspace = process.check_results.prepared or _measure(process)
+        recorded = NODE_BYTES + process.check_results.graph_bytes + state
         return Sizes(process.steps, state, recorded, workspace + state + trees.nbytes(process.variables))
 
     def compile(self, process: Process, block: int) -> Callable[[Process], Hypergradient]:

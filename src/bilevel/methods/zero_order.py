@@ -99,7 +99,7 @@ class ZeroOrder(Method):
                 slope = (above - below) / (2 * radius)
                 total += slope * direction
                 squares += slope**2
-        unused = process.findings.of_method or frozenset()
+        unused = process.check_results.prepared or frozenset()
         parts = trees.from_vector(count / (per_group * groups) * total, lam.leaves)
         gradients = [None if i in unused else g.to(x) for i, (g, x) in enumerate(zip(parts, lam.leaves, strict=True))]
         spread = (count / per_group - 1) * count * squares / (per_group * groups) / groups

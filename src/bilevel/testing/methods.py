@@ -38,7 +38,13 @@ from bilevel.testing.references import (
 from bilevel.trees import Tree
 
 
-def check_method(method: Method, *, tolerance: float | None = None, among: Sequence[BatteryCase] | None = None) -> None:
+def check_method(
+    method: Method,
+    *,
+    tolerance: float | None = None,
+    among: Sequence[BatteryCase] | None = None,
+    further: bool = True,
+) -> None:
     """Run a method on every example with every dynamics; raise an `AssertionError` that says what is wrong.
 
     The requirement depends on what the class declares. In the parts of λ that it `sees`
@@ -48,7 +54,7 @@ def check_method(method: Method, *, tolerance: float | None = None, among: Seque
     - a method that sees the outer objective alone equals ∇_λ E(w_T, λ) with w_T held fixed, to 1e-10;
     - any other (implicit, truncated) equals ∇f_T to `tolerance` where w has come to rest.
 
-    A method may refuse a case with a `BilevelError`: in `check` or `look` always, and while it runs unless the case is
+    A method may refuse a case with a `BilevelError`: in `check` always, and while it runs unless the case is
     gradient descent or heavy ball on a quadratic problem. It may not refuse all cases. Besides, a list of tasks gives
     the mean, `encode` runs once, no argument is changed, two calls agree, and a leaf of λ that reaches neither
     objective is refused, or with `allow_unused=True` has gradient exactly 0. A method without derivatives of the outer
@@ -57,7 +63,8 @@ def check_method(method: Method, *, tolerance: float | None = None, among: Seque
     Args:
         tolerance: the relative error allowed for a method that is not exact, by default the one that its class
             declares; pass an instance that reaches it (by its k, its number of terms, its width of differences).
-        among: some of `bilevel.testing.battery_cases()`, for a method with a slow first call (one that compiles).
+        among: some of `bilevel.testing.battery_cases()`, for a method that is slow, for example because it compiles.
+        further: also check lists of tasks, `encode` and unused leaves of λ, on the first cases that the method answers.
     """
     tolerance = method.tolerance if tolerance is None else tolerance
     tried = battery_cases() if among is None else among
@@ -74,7 +81,7 @@ def check_method(method: Method, *, tolerance: float | None = None, among: Seque
     assert answered, f"{method} answered none of {len(tried)} pairs of an example and a dynamics. " + (
         f"Its last refusal: {refusals[-1]}" if refusals else "It sees no part of λ in any of them."
     )
-    if among is None:
+    if further:
         allowed = EXACT if method.exact else tolerance
         _check_calls(method, answered[0], allowed)
         _check_encode(method, answered, allowed)

@@ -16,6 +16,7 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.dynamics.heavy_ball import HeavyBall
 from bilevel.dynamics.ista import ISTA
 from bilevel.dynamics.penalties import L1
+from bilevel.engine.memory import memory_of
 from bilevel.engine.method import Part
 from bilevel.engine.process import Process
 from bilevel.hypergradients import hypergradient, value_of
@@ -46,7 +47,9 @@ class BatteryCase:
         return f"{self.label} on the {self.example.name} problem"
 
     def process(self, steps: int) -> Process:
-        return Process(self.example.problem, self.example.lam, self.example.task, self.dynamics, steps)
+        """The process that `hypergradient` would build, with the same memory of checks: they are made once."""
+        (problem, lam, task), _ = self.arguments(steps)
+        return Process(problem, lam, task, self.dynamics, steps, memory=memory_of(problem))
 
     def arguments(self, steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `hypergradient` and `value_of` take."""

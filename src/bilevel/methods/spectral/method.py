@@ -67,15 +67,15 @@ class Spectral(Method):
         return axis
 
     def __call__(self, process: Process) -> Hypergradient:
-        axis, bound = process.findings.of_method, process.bound
+        axis, bound = process.check_results.prepared, process.bound
         if axis is not None and not still_shares(bound, axis):
-            axis = process.findings.of_method = self.prepare(process)
+            axis = process.check_results.prepared = self.prepare(process)
         start = Start.of(bound)
         refuse_unless_quadratic(bound.loss(1), start.spec.unflatten(start.leaves))
         return self._result(process, start, differentiate(bound, process.variables, start, process.steps, axis), axis)
 
     def compile(self, process: Process, block: int) -> Callable[[Process], Hypergradient]:
-        axis, start = process.findings.of_method, Start.of(process.bound)
+        axis, start = process.check_results.prepared, Start.of(process.bound)
         # Compiled code runs the same operations at every call, so one proof is enough.
         refuse_unless_quadratic(process.bound.loss(1), start.spec.unflatten(start.leaves))
         derivative = compile_derivative(process, start, axis)
