@@ -1,8 +1,8 @@
-"""The outer loop that `solve` and trainings share: hyperiterations, and the parts that look at each of them.
+"""The outer loop that `solve` and trainings share: hyperiterations, and the parts that are called in each of them.
 
 A driver (an algorithm of `solve`, or the job of a training) evaluates and updates λ. Between two updates it calls
-`Loop.look`. Everything else is a part: history, progress bar, tolerance, patience, callbacks, validation, checkpoints,
-logs, requests to stop. Any part can end the loop with an outcome.
+`Loop.report`. Everything else is a part: history, progress bar, tolerance, patience, callbacks, validation,
+checkpoints, logs, requests to stop. Any part can end the loop with an outcome.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from bilevel.errors import Outcome
 
-# part(k, seen): k updates have been made, and `seen` is what the driver knows there. An outcome ends the loop.
+# part(k, result): k updates have been made, and `result` is what the driver reports there. An outcome ends the loop.
 Part: TypeAlias = Callable[[int, Any], Outcome | None]
 
 
@@ -35,7 +35,7 @@ class Loop:
     >>> def halve():
     ...     x = 1.0
     ...     for k in range(100):
-    ...         loop.look(k, x)
+    ...         loop.report(k, x)
     ...         x = x / 2
     >>> print(loop.run(halve), seen)
     Ran all 2 hyperiterations. [1.0, 0.5, 0.25]
@@ -44,11 +44,11 @@ class Loop:
     def __init__(self, parts: Sequence[Part], k: int = 0) -> None:
         self.parts, self.k = list(parts), k
 
-    def look(self, k: int, seen: Any) -> None:
+    def report(self, k: int, result: Any) -> None:
         """Show hyperiteration k to the parts; `LoopEnded` is raised if one of them ends the loop."""
         self.k = k
         for part in self.parts:
-            outcome = part(k, seen)
+            outcome = part(k, result)
             if outcome is not None:
                 raise LoopEnded(outcome)
 
@@ -63,7 +63,7 @@ class Loop:
 def budget(iterations: int) -> Part:
     """The part that ends a loop after so many hyperiterations."""
 
-    def part(k: int, seen: Any) -> Outcome | None:
+    def part(k: int, result: Any) -> Outcome | None:
         return Outcome("finished", f"Ran all {k} hyperiterations.") if k >= iterations else None
 
     return part
@@ -71,4 +71,4 @@ def budget(iterations: int) -> Part:
 
 def every(count: int, part: Part) -> Part:
     """The part after every `count` hyperiterations only, and not at the start: checkpoints, for example."""
-    return lambda k, seen: part(k, seen) if k and k % count == 0 else None
+    return lambda k, result: part(k, result) if k and k % count == 0 else None

@@ -130,7 +130,7 @@ def solve(
     outer = OuterProblem(begin, constraint, run.hyperiteration, run.evaluate)
     if chosen.moves_w:
         process = partial(evaluator.process, start=w)
-        outer = replace(outer, task=cast(Task, tasks), process=process, look=run.look)
+        outer = replace(outer, task=cast(Task, tasks), process=process, report=run.report)
 
     try:
         with world() as evaluator.world:
@@ -289,14 +289,14 @@ class _OuterRun:
         elif self.start == "online":
             raise LoopEnded(Outcome("finished", f"Ran all {k} hyperiterations."))
         result = self.evaluate(lam)
-        self.loop.look(k, Iteration(k, lam, result, self._stationarity(lam, result.grad)))
+        self.loop.report(k, Iteration(k, lam, result, self._stationarity(lam, result.grad)))
         return result
 
-    def look(self, lam: Tree, result: Hypergradient, norm: float) -> None:
+    def report(self, lam: Tree, result: Hypergradient, norm: float) -> None:
         """Show the parts of the loop an iteration of an algorithm that takes inner steps of its own."""
         k, self.done = self.done, self.done + 1
         self.save(k)
-        self.loop.look(k, Iteration(k, lam, result, norm))
+        self.loop.report(k, Iteration(k, lam, result, norm))
 
     def evaluate(self, lam: Tree) -> Hypergradient:
         """f_T and ∇f_T at λ, with the tasks and the method of this hyperiteration."""

@@ -21,7 +21,7 @@ def led(world: World, minimise: Callable[[OuterProblem], Outcome], outer: OuterP
     that of rank 0. What ends an evaluation, an error or `LoopEnded`, ends it on all ranks. An algorithm that takes
     inner steps of its own evaluates batches, not lists of tasks, so each rank runs it whole.
     """
-    if world.size == 1 or outer.look is not None:
+    if world.size == 1 or outer.report is not None:
         return minimise(outer)
     return _leader(world, minimise, outer) if world.writes else _follower(world, outer)
 

@@ -82,7 +82,7 @@ def test_blocks_of_steps(dynamics):
 
 def test_spectral_with_other_lam_layouts_and_data():
     example = examples()[0]
-    # Gradient descent compiles in a tenth of the time that heavy ball takes; `test_learned_starts_and_settings` has both.
+    # Heavy ball takes ten times as long to compile; `test_learned_starts_and_settings` has both.
     settings = {"dynamics": bl.GradientDescent(0.2), "steps": 40}
     fast, slow = compiled(example.problem, example.lam, example.task, method=bl.Spectral(), **settings)
     x, y = example.task.train

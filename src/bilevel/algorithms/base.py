@@ -34,7 +34,7 @@ class OuterProblem:
             values. An algorithm that starts from it repeats that hyperiteration and then goes on with the same numbers.
         task: the data, for algorithms that move w themselves; `train` and `val` may be functions of the draw.
         process: the problem at a λ and a task of batches, for such algorithms.
-        look: for such algorithms, takes the place of `hyperiteration`: it shows the loop a λ, with E, w and the
+        report: for such algorithms, takes the place of `hyperiteration`: it shows the loop a λ, with E, w and the
             direction of λ as a `Hypergradient`, and the norm of all directions.
     """
 
@@ -46,7 +46,7 @@ class OuterProblem:
     keep: Callable[[Callable[[], Tree]], None] = lambda state: None
     task: Task | None = None
     process: Callable[[Tree, Task], Process] | None = None
-    look: Callable[[Tree, Hypergradient, float], None] | None = None
+    report: Callable[[Tree, Hypergradient, float], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Algorithm(ABC):
     Attributes:
         compares_values: it decides by comparing values of f_T at several λ. It needs the same task in every
             hyperiteration, and `solve` returns the best λ instead of the last.
-        moves_w: it takes inner steps of its own, and uses `task`, `process` and `look` of the outer problem.
+        moves_w: it takes inner steps of its own, and uses `task`, `process` and `report` of the outer problem.
         resumes: it can go on from a state that was saved (`OuterProblem.keep` and `saved`).
     """
 

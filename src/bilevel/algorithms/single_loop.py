@@ -137,7 +137,7 @@ class SingleLoop(Algorithm):
         outer.keep(run.state)
         while True:
             move = self.step(run.at, run.point, run.memory, run.draw(), run.rates())
-            run.look(move)
+            run.report(move)
             run.accept(move)
 
 
@@ -213,7 +213,7 @@ class _Run:
     def draw(self) -> Draws:
         return Draws(self.train, self.val, self.k, self.algorithm.draws(int(self.chosen["terms"])), self.algorithm.seed)
 
-    def look(self, move: Move) -> None:
+    def report(self, move: Move) -> None:
         """Show the iteration to the loop, which may end it here."""
         direction, at = move.direction, self.at
         parts = [direction.w, direction.v, direction.lam]
@@ -222,8 +222,8 @@ class _Run:
             self.explain()
         stats = Stats(type(self.algorithm).__name__, steps=self.algorithm.inner_steps_taken)
         result = Hypergradient(move.value, at.lam.tree(direction.lam), at.w.tree(move.point.w), stats)
-        assert self.outer.look is not None
-        self.outer.look(at.lam.tree(self.point.lam), result, norm)
+        assert self.outer.report is not None
+        self.outer.report(at.lam.tree(self.point.lam), result, norm)
 
     def accept(self, move: Move) -> None:
         self.point, self.memory, self.k = move.point, move.memory, self.k + 1

@@ -237,7 +237,7 @@ def _asked_about(
     """The first `count` values of λ, from a saved state if there is one, and the states."""
     asked, states, kept = list[Tensor](), list[Tree](), list[Callable[[], Tree]]()
 
-    def look(lam: Tree, result: Hypergradient, norm: float) -> None:
+    def report(lam: Tree, result: Hypergradient, norm: float) -> None:
         if len(asked) == count:
             raise LoopEnded(Outcome("finished", "Enough."))
         asked.append(lam["x"].clone())
@@ -250,7 +250,7 @@ def _asked_about(
     evaluator = Evaluator(data.problem, GradientDescent(1e-3), 1)
     outer = OuterProblem(trees.clone(lam), None, _unused, _unused, saved, kept.append)
     with contextlib.suppress(LoopEnded):
-        algorithm.minimise(replace(outer, task=data.task, process=evaluator.process, look=look))
+        algorithm.minimise(replace(outer, task=data.task, process=evaluator.process, report=report))
     return asked, states
 
 

@@ -213,6 +213,6 @@ def drive(job: Job, loop: Loop, stop: StopRequest | bool = False) -> NoReturn:
     """Run hyperiterations of the job from where the loop is, until one of its parts ends it."""
     step, k = JobStep(), loop.k
     while True:
-        loop.look(k, step)
+        loop.report(k, step)
         k += 1
         step = JobStep(*job.step(k, stop))

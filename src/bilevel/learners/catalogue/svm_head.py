@@ -104,10 +104,6 @@ class SimplexQuadratics:
         kernel, targets, cost = batch
         return torch.bmm(kernel, w - targets) + cost
 
-    def penalty_product(self, w: Tensor, q: Tensor, lam: Leaves) -> Tensor:
-        """⟨q, ∇L(P)⟩ as far as it depends on λ beside the batch: not at all."""
-        return w.new_zeros(())
-
 
 @dataclass(frozen=True)
 class ActiveFace(MinimiserMethod):
