@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = [
     *("rich", "typer", "sklearn", "scipy", "pandas", "pyarrow", "safetensors", "PIL", "filelock", "matplotlib"),
-    *("jinja2", "plotly", "tensorboard", "threadpoolctl", "starlette", "uvicorn"),
+    *("jinja2", "plotly", "tensorboard", "threadpoolctl", "starlette", "uvicorn", "yaml"),
 ]
 # What a user calls without the extra, and the extra that the error should name.
 CALLS = {

@@ -9,7 +9,7 @@ from typing import Any
 from bilevel.errors import BilevelError
 
 # Names on PyPI that differ from the names in Python.
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
+DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 
 
 class MissingPackage(BilevelError, ImportError):

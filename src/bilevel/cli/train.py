@@ -16,6 +16,7 @@ import typer
 from bilevel import learners
 from bilevel.errors import BilevelError
 from bilevel.experiments.overrides import describe, pairs, parse
+from bilevel.learners.configuration import read_configuration, read_table
 from bilevel.learners.presets import PRESETS, RECIPES, for_learner, preset
 from bilevel.learners.recipes import Recipe, is_recipe
 from bilevel.learners.settings import TrainingSettings
@@ -30,25 +31,37 @@ def command(**options: Any) -> None:
     """Train a few-shot learner; by default hyper-representations, by Algorithm 1 of the paper.
 
     PRESET names one of the paper's experiments, or one in stages; options change it, or describe a training of your
-    own. --learner takes another strategy on the same episodes, and --set changes the settings that only it has. The run
-    goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C saves and stops, as do a closed
-    terminal and --hours, and --resume goes on bit for bit. For several processes: torchrun --nproc-per-node 2 -m
-    bilevel train PRESET.
+    own, as does a file with --config. --learner takes another strategy on the same episodes, and --set changes the
+    settings that only it has. The run goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C
+    saves and stops, as do a closed terminal and --hours, and --resume goes on bit for bit. For several processes:
+    torchrun --nproc-per-node 2 -m bilevel train PRESET.
     """
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
     data_root, threads, file = options.pop("data_root"), options.pop("threads"), options.pop("recipe")
     deadline = _deadline(options.pop("hours"))
     own = pairs(options.pop("change") or [])
+    config = options.pop("config")
     given = {key: value for key, value in options.items() if value is not None}
+    if config is not None:
+        if name is not None or file is not None:
+            raise BilevelError(f"--config {config} says what to do already; leave {name or f'--recipe {file}'} out.")
+        if {"stage", "stages"} & read_table(config).keys():
+            file = config
+        else:
+            read = read_configuration(config)
+            name, given, threads = read.preset, {**read.settings, **given}, threads or read.threads
     shared = get_type_hints(TrainingSettings)
     given |= {key: _parsed(key, own.pop(key), shared[key]) for key in list(own) if key in shared and key != "options"}
     if "learner" in given and given["learner"] not in learners.names():
         raise learners.unknown(given["learner"])
-    if "dataset" in given and Path(given["dataset"]).is_dir():
-        given["dataset"] = str(Path(given["dataset"]).resolve())  # so that the run can be used from anywhere
-    if "initial" in given and Path(given["initial"]).is_dir():
-        given["initial"] = str(Path(given["initial"]).resolve())
-    default = name or (file.stem if file else Path(given.get("dataset", "custom")).resolve().name)
+    for key in ("dataset", "initial"):
+        if given.get(key) and Path(given[key]).is_dir():
+            given[key] = str(Path(given[key]).resolve())  # so that the run can be used from anywhere
+    if written := config or file:
+        # The configuration of a run is called like that of any other.
+        default = written.resolve().parent.name if written.name in ("config.json", "recipe.json") else written.stem
+    else:
+        default = name or Path(given.get("dataset", "custom")).resolve().name
     folder = out or Path("runs") / default
     if resume and not ((folder / "config.json").exists() or is_recipe(folder)):
         raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")
@@ -155,6 +168,16 @@ def _parameters() -> list[inspect.Parameter]:
     """The options: those of running anything, and one for every setting, with its help."""
     own: dict[str, tuple[Any, Any]] = {
         "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join([*PRESETS, *RECIPES])}.")], None),
+        "config": (
+            Annotated[
+                Path | None,
+                typer.Option(
+                    metavar="FILE",
+                    help="Settings in a TOML, YAML or JSON file; config.json of a run repeats it. Options win over it.",
+                ),
+            ],
+            None,
+        ),
         "recipe": (
             Annotated[
                 Path | None, typer.Option(metavar="FILE", help="A TOML file with a table [[stage]] for each stage.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -11,12 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
+from bilevel.learners.configuration import read_table
 from bilevel.learners.settings import TrainingSettings
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # The file that makes a folder the folder of a recipe.
 FILE = "recipe.json"
@@ -74,21 +69,25 @@ class Recipe:
         """The recipe of a folder that has one."""
         from bilevel.files import read_json
 
-        found = read_json(folder / FILE)
-        if not isinstance(found, dict) or not isinstance(found.get("stages"), dict):
-            raise BilevelError(f"{folder / FILE} is not the recipe of a training in stages.")
-        return cls({name: TrainingSettings.of(values) for name, values in found["stages"].items()})
+        return cls._recorded(read_json(folder / FILE), folder / FILE)
+
+    @classmethod
+    def _recorded(cls, found: Any, path: Path) -> Recipe:
+        stages = found.get("stages") if isinstance(found, dict) else None
+        if not isinstance(stages, dict) or not all(isinstance(values, dict) for values in stages.values()):
+            raise BilevelError(f"{path} is not the recipe of a training in stages.")
+        return cls({name: TrainingSettings.of(values) for name, values in stages.items()})
 
     @classmethod
     def load(cls, path: Path) -> Recipe:
-        """From a TOML file with a table [[stage]] for each: its name and the settings that are not the defaults'."""
-        try:
-            text = path.read_text(encoding="utf-8")
-            found = tomllib.loads(text)
-        except OSError as error:
-            raise BilevelError(f"The recipe {path} cannot be read: {error.strerror or error}.") from error
-        except ValueError as error:  # not TOML, or not UTF-8
-            raise BilevelError(f"{path} is not a TOML file: {error}.") from error
+        """From a file with a table [[stage]] for each: its name and the settings that are not the defaults'."""
+        return cls.of_table(read_table(path), path)
+
+    @classmethod
+    def of_table(cls, found: dict[str, Any], path: Path) -> Recipe:
+        """From what such a file holds, or the recipe.json of a folder; `path` is for messages."""
+        if "stages" in found:
+            return cls._recorded(found, path)
         stages = found.pop("stage", None)
         common = {key: value for key, value in found.items() if not isinstance(value, (dict, list))}
         if not isinstance(stages, list) or len(common) != len(found):
