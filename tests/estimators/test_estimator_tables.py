@@ -127,46 +127,6 @@ def test_the_curvature_told_to_the_certificate_is_a_lower_bound(outputs):
         assert 0.001 * true < told <= true * (1 + 1e-9)
 
 
-def test_folds_that_train_on_the_same_rows_are_solved_once():
-    X, y, weight, lam = numbers()
-    indicators, every = classes(X, 1)[1], grouping("per-feature", 8)
-    whole, halves = (
-        split(0.3, X, indicators[:, 0], weight, classes=True, random_state=0, halve_holdout=halve)
-        for halve in (False, True)
-    )
-    assert (whole.count, halves.count) == (1, 2)
-    table = RowsOfTable(X, indicators, whole, every, True, LogLoss())
-    halved = RowsOfTable(X, indicators, halves, every, True, LogLoss())
-    a, b = searched(table, whole), searched(halved, halves)
-    assert a.w.shape == b.w.shape == (1, 1, 9)
-    same(a, b, lam)
-    sizes = [halves.only(k).total for k in (0, 1)]
-    parts = [float(searched(halved, halves.only(k)).evaluate(lam).value) for k in (0, 1)]
-    assert np.average(parts, weights=sizes) == pytest.approx(float(a.evaluate(lam).value), rel=1e-10)
-    same(
-        searched(SumsOfTable(X, y, whole, every, True), whole),
-        searched(SumsOfTable(X, y, halves, every, True), halves),
-        lam,
-    )
-    twice = replace(whole, train=np.repeat(whole.train, 2, 0), val=np.repeat(whole.val, 2, 0))
-    assert twice.merged() is twice
-
-
-def test_fewer_folds_are_the_criterion_of_the_rows_that_are_left():
-    X, y, weight, lam = numbers()
-    folds, every = split(3, X, y[:, 0], weight, classes=False, random_state=0), grouping("per-feature", 8)
-    rest = searched(SumsOfTable(X, y, folds, every, True), folds).on(folds.without(1), 50, 1e-9)
-    left = ~folds.val[1][folds.cell]
-    by_hand = replace(
-        folds,
-        cell=folds.cell[left],
-        weight=folds.weight[left],
-        train=folds.train[[0, 2]] & ~folds.val[1],
-        val=folds.val[[0, 2]],
-    )
-    same(rest, searched(RowsOfTable(X[left], y[left], by_hand, every, True, SquaredError()), by_hand), lam)
-
-
 @pytest.mark.parametrize("estimator", [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression])
 def test_every_evaluation_of_the_criterion_goes_through_the_engine(monkeypatch, estimator):
     X, y, _, _ = numbers()

@@ -15,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from bilevel.errors import BilevelError
-from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
+from bilevel.estimators import BilevelElasticNet, BilevelLasso, BilevelLogisticRegression, BilevelRidge
 
 ALL = [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression]
 ids = {"ids": lambda value: getattr(value, "__name__", str(value))}
@@ -27,7 +27,8 @@ ids = {"ids": lambda value: getattr(value, "__name__", str(value))}
         BilevelRidge(),
         BilevelRidge("shared"),
         BilevelElasticNet(max_iter=3, tether=1.0),
-        BilevelElasticNet("shared", max_iter=5),
+        BilevelElasticNet("shared", max_iter=5, l1_ratio=[0.1, 0.9]),
+        BilevelLasso(max_iter=3, tether=1.0),
         BilevelLogisticRegression(max_iter=3, tether=1.0, cv=3),
         BilevelLogisticRegression("shared", max_iter=5, cv=3),
     ]

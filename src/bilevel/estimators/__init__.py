@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "additive": ["BilevelAdditiveClassifier", "BilevelAdditiveRegressor"],
-        "elastic_net": ["BilevelElasticNet"],
+        "elastic_net": ["BilevelElasticNet", "BilevelLasso"],
         "logistic_regression": ["BilevelLogisticRegression"],
         "ridge": ["BilevelRidge"],
     },

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from scipy import sparse
 from sklearn.base import BaseEstimator
+from sklearn.utils import check_consistent_length
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
@@ -25,7 +26,7 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
-from bilevel.estimators.search import PLENTY, TETHERS, UNCHOSEN, PenaltySearch, SearchRecord, choose_tether
+from bilevel.estimators.search import TETHERS, UNCHOSEN, PenaltySearch, SearchRecord, choose_tether
 from bilevel.estimators.tables import FoldedTable
 from bilevel.progress import bar
 
@@ -40,7 +41,8 @@ ARGUMENTS = """Args:
             otherwise. Folds are dealt out evenly over the range of y, whatever the order of the rows.
         tether: what keeps penalties that are tuned on few rows from following chance: their distance from each other,
             times this strength, is added to the criterion (relative to its value, per row). 0 lets them go, inf makes
-            them equal. "auto" chooses by nested cross-validation, unless there are 50 rows for every penalty.
+            them equal. "auto" chooses the strength with the least criterion once each row is left out of the tuning
+            as well, in closed form: nothing is drawn at random for it.
         fit_intercept: whether to add an intercept, which is not penalised.
         max_iter: the most iterations of L-BFGS over the penalties.
         tol: stop when an iteration improves the criterion by less than this, relatively.
@@ -55,7 +57,7 @@ ATTRIBUTES = """Attributes:
         coef_: coefficients, trained on all rows with these penalties.
         intercept_: the intercept that belongs to them.
         history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion with its
-            hypergradient, of the search on all folds; the nested ones that choose the tether are not in it.
+            hypergradient.
         method_: a sentence that says how hypergradients were computed, and why so.
         outcome_: a sentence that says how the search ended.
         certificate_: how far the folds' weights and the criterion are from those of the exact inner solution.
@@ -105,8 +107,12 @@ class BilevelEstimator(BaseEstimator):
         return tags
 
     @abstractmethod
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
-        """The bilevel problem of this data; X is scaled already, y has shape (rows, outputs)."""
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
+        """The bilevel problem of this data; X is scaled already, y has shape (rows, outputs).
+
+        Args:
+            one_by_one: rows may be left out singly.
+        """
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
@@ -120,30 +126,33 @@ class BilevelEstimator(BaseEstimator):
         total = float(weight.sum())
         return math.log(4e-6 * total * smallest), math.log(1e6 * total * largest)
 
-    def _tune(self, X: Any, y: Array, weight: Array, outputs: Array) -> tuple[Array, Array]:
+    def _tune(self, X: Any, y: Array, weight: Array, outputs: Array, rows: Any = None) -> tuple[Array, Array]:
         """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.
 
         Args:
             y: what the folds are dealt out by.
             outputs: what is fitted, of shape (rows, outputs).
+            rows: the group of every row, or None.
         """
         self._check_settings()
+        if rows is not None:
+            check_consistent_length(X, rows)
+            rows = np.asarray(rows)
         groups = grouping(self.penalty, X.shape[1])
         shared = is_shared(self.penalty)
-        free = not shared and self.tether == "auto" and groups.count > 1
-        folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, halve_holdout=free)
+        folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, groups=rows)
         # A penalty of a feature or a group means the same in any unit, and is sought in units in which they are alike.
         # A shared one means what it means in scikit-learn: the same number for the features as given.
         X, centre, variance = _centred(X, weight, bool(self.fit_intercept))
         own = not shared and self._units_do_not_matter
         scale = _units(variance, groups) if own else np.ones(X.shape[1])
         X = _divided(X, scale, own=bool(self.fit_intercept))
-        table = self._table(X, outputs, folds, groups)
+        table = self._table(X, outputs, folds, groups, one_by_one=self.cv is None and rows is None)
         box = self._box(X, outputs, weight, variance / scale**2)
         search = PenaltySearch(table, table.criterion(folds), groups.count, box, int(self.max_iter), float(self.tol))
-        # Processes that torchrun started share the nested cross-validation, and return what one would.
+        # Processes that torchrun started return what one would.
         with world(), self._progress() as advance:
-            lam = self._search(search, folds, groups, free, 2 * np.log(scale), advance)
+            lam = self._search(search, groups, 2 * np.log(scale), advance)
         # Four decimals of a logarithm: rounding errors of so many steps must not show in the result.
         lam = lam.mul(1e4).round().div(1e4)
         alpha = table.penalties(lam).numpy() * scale**2
@@ -158,13 +167,7 @@ class BilevelEstimator(BaseEstimator):
         return coef, intercept - centre @ coef
 
     def _search(
-        self,
-        search: PenaltySearch,
-        folds: Folds,
-        groups: Grouping,
-        free: bool,
-        log_scale: Array,
-        advance: Callable[..., None],
+        self, search: PenaltySearch, groups: Grouping, log_scale: Array, advance: Callable[..., None]
     ) -> Tensor:
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
         record = SearchRecord(lambda count, value: advance(count, value=f"{value:.6g}"))
@@ -177,19 +180,24 @@ class BilevelEstimator(BaseEstimator):
             start = torch.from_numpy(groups.mean(known).clip(*search.box))
             search.level = level * search.value(start)
         else:
-            start, search.level = search.shared(record)
-        if is_shared(self.penalty):
+            start, search.level, self.outcome_ = search.shared(record)
+        lam, chosen = start, False
+        if is_shared(self.penalty) or groups.count == 1:
             self.tether_ = math.inf
-        elif not free:
-            self.tether_ = 0.0 if self.tether == "auto" else float(self.tether)
+        elif self.tether != "auto":
+            self.tether_ = float(self.tether)
         elif not again:
-            plenty = search.folds.total >= PLENTY * groups.count
-            self.tether_ = (
-                UNCHOSEN if plenty else choose_tether(search, folds, start, lambda: advance(len(record.rows)))
-            )
-        stages = () if again else tuple(strength for strength in TETHERS[1:] if strength > self.tether_)
-        start = search.path(start, stages, record)[-1] if stages else start
-        lam, self.outcome_ = search.minimise(start, self.tether_, record)
+            chosen = search.table.factorises
+            if chosen:
+                self.tether_, lam = choose_tether(search, start, record)
+            else:
+                self.tether_ = UNCHOSEN
+        if not again and not chosen and math.isfinite(self.tether_):
+            stages = tuple(strength for strength in TETHERS[1:] if strength > self.tether_)
+            lam = search.path(start, stages, record)[-1] if stages else start
+        # The best shared penalty is known already.
+        if again or math.isfinite(self.tether_):
+            lam, self.outcome_ = search.minimise(lam, self.tether_, record)
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
         # The tether's unit relative to what was reached: the next y may be in another unit.
         self._last = (groups.of, search.level / max(search.value(lam), 1e-300))
@@ -240,8 +248,12 @@ class BilevelRegressor(BilevelEstimator):
         tags.target_tags.single_output, tags.target_tags.multi_output = False, True
         return tags
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
+        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows.
+
+        Args:
+            groups: the group of every row: rows of one group are never on both sides of a fold.
+        """
         X, y = validate_data(
             self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
         )
@@ -249,7 +261,7 @@ class BilevelRegressor(BilevelEstimator):
         weight, outputs = self._weights(sample_weight, X), y.reshape(len(y), -1)
         # Squares of y are added up as those of X are: about the mean, where an intercept makes up for it.
         middle = weight @ outputs / weight.sum() * bool(self.fit_intercept)
-        coef, intercept = self._tune(X, y, weight, outputs - middle)
+        coef, intercept = self._tune(X, y, weight, outputs - middle, groups)
         intercept = intercept + middle
         self.coef_ = coef.T if y.ndim == 2 else coef[:, 0]
         self.intercept_ = intercept if y.ndim == 2 else float(intercept[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelRegressor
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.search import PenaltySearch, SearchRecord
 from bilevel.estimators.sums_of_table import SumsOfTable
 from bilevel.estimators.tables import FoldedTable
 
@@ -21,13 +21,16 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
     """The elastic net, and with `l1_ratio=1` the lasso, whose penalties are tuned by hypergradients.
 
     min over w of (1/2N) Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j (ρ |w_j| + ½(1 − ρ) w_j²), with N = Σ s_i and
-    ρ = `l1_ratio`: the objective of scikit-learn's `ElasticNet` where all α_j are equal. The inner problem is solved by
-    proximal dynamics, and the penalties are tuned for the squared error on held-out rows.
+    ρ = `l1_ratio`: the objective of scikit-learn's `ElasticNet` where all α_j are equal. The inner problem is solved on
+    its active set, and the penalties are tuned for the squared error on held-out rows.
 
     {arguments}
-        l1_ratio: ρ, between 0 (ridge) and 1 (lasso).
+        l1_ratio: ρ, between 0 (ridge) and 1 (lasso). Of a list, the one with the least criterion at one shared penalty
+            is taken.
+        positive: allow no negative coefficients.
 
     {attributes}
+        l1_ratio_: ρ.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -45,7 +48,8 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
         self,
         penalty: Any = "per-feature",
         *,
-        l1_ratio: float = 0.5,
+        l1_ratio: Any = 0.5,
+        positive: bool = False,
         cv: Any = None,
         tether: Any = "auto",
         fit_intercept: bool = True,
@@ -67,18 +71,92 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
             verbose=verbose,
         )
         self.l1_ratio = l1_ratio
+        self.positive = positive
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        if not isinstance(self.l1_ratio, Real) or not 0 <= self.l1_ratio <= 1:
-            raise BilevelError(f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso).")
+        try:
+            ratios = np.atleast_1d(np.asarray(self.l1_ratio, dtype=float))
+        except (TypeError, ValueError):
+            ratios = np.array([])
+        if ratios.ndim != 1 or not len(ratios) or not ((ratios >= 0) & (ratios <= 1)).all():
+            raise BilevelError(
+                f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso), or a list."
+            )
+        self.l1_ratio_ = float(ratios[0])
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
-        return SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), float(self.l1_ratio))
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
+        ratios = np.unique(np.asarray(self.l1_ratio, dtype=float)).tolist()
+        tables = [
+            SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), ratio, bool(self.positive)) for ratio in ratios
+        ]
+        values = [0.0]
+        if len(ratios) > 1:
+            boxes = [_range(X, y, folds.weight, ratio) for ratio in ratios]
+            values = [
+                PenaltySearch(table, folds, 1, box, int(self.max_iter), 1e-4).shared(SearchRecord())[1]
+                for table, box in zip(tables, boxes, strict=True)
+            ]
+        best = int(np.argmin(values))
+        self.l1_ratio_ = ratios[best]
+        return tables[best]
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
-        """From next to nothing to just above the penalty that leaves no coefficient."""
-        largest = (
-            float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) / max(float(self.l1_ratio), 1e-3) or 1.0
+        return _range(X, y, weight, self.l1_ratio_)
+
+
+def _range(X: Any, y: Array, weight: Array, ratio: float) -> tuple[float, float]:
+    """From next to nothing to just above the penalty that leaves no coefficient."""
+    largest = float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) / max(ratio, 1e-3) or 1.0
+    return math.log(1e-5 * largest), math.log(1e2 * largest)
+
+
+class BilevelLasso(BilevelElasticNet):
+    """The lasso whose penalties are tuned by hypergradients: `BilevelElasticNet` with `l1_ratio=1`.
+
+    min over w of (1/2N) Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j |w_j|, with N = Σ s_i: the objective of scikit-learn's
+    `Lasso` where all α_j are equal.
+
+    {arguments}
+        positive: allow no negative coefficients.
+
+    {attributes}
+
+    >>> import numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> X = rng.normal(size=(60, 30))
+    >>> y = X[:, 0] - X[:, 1] + 0.1 * rng.normal(size=60)
+    >>> model = BilevelLasso("shared").fit(X, y)
+    >>> sorted(np.argsort(-np.abs(model.coef_))[:2].tolist()), bool((model.coef_ == 0).any())
+    ([0, 1], True)
+    """
+
+    l1_ratio = 1.0
+
+    def __init__(
+        self,
+        penalty: Any = "per-feature",
+        *,
+        positive: bool = False,
+        cv: Any = None,
+        tether: Any = "auto",
+        fit_intercept: bool = True,
+        max_iter: int = 100,
+        tol: float = 1e-5,
+        warm_start: bool = False,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        BilevelRegressor.__init__(
+            self,
+            penalty,
+            cv=cv,
+            tether=tether,
+            fit_intercept=fit_intercept,
+            max_iter=max_iter,
+            tol=tol,
+            warm_start=warm_start,
+            random_state=random_state,
+            verbose=verbose,
         )
-        return math.log(1e-5 * largest), math.log(1e2 * largest)
+        self.positive = positive

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from scipy import sparse
-from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, check_cv
+from sklearn.model_selection import (
+    GroupKFold,
+    GroupShuffleSplit,
+    ShuffleSplit,
+    StratifiedGroupKFold,
+    StratifiedShuffleSplit,
+    check_cv,
+)
 from sklearn.utils import check_random_state
 
 from bilevel.errors import BilevelError
@@ -53,26 +60,6 @@ class Folds:
     def val_weights(self) -> Array:
         return self.val[:, self.cell] * self.weight
 
-    def merged(self) -> Folds:
-        """Folds that train on the same rows as one, judged on all that they are judged on: the two halves of a hold-out
-        set have one minimiser between them."""
-        train, owner = np.unique(self.train, axis=0, return_inverse=True)
-        counts = np.zeros(train.shape, dtype=int)
-        np.add.at(counts, owner.reshape(-1), self.val)
-        # A row that is judged on twice counts twice, which a mask cannot say.
-        return replace(self, train=train, val=counts > 0) if len(train) < self.count and counts.max() == 1 else self
-
-    def only(self, k: int) -> Folds:
-        return replace(self, train=self.train[k : k + 1], val=self.val[k : k + 1])
-
-    def without(self, k: int) -> Folds:
-        """The other folds, with everything that fold k is judged on taken out of them: what nested cross-validation
-        tunes on before it is judged on fold k."""
-        others = np.arange(self.count) != k
-        train, val = self.train[others] & ~self.val[k], self.val[others] & ~self.val[k]
-        filled = np.array([self._weighs(t) and self._weighs(v) for t, v in zip(train, val, strict=True)], dtype=bool)
-        return replace(self, train=train[filled], val=val[filled])
-
     def _weighs(self, cells: Array) -> bool:
         return bool(self.weight[cells[self.cell]].sum() > 0)
 
@@ -85,7 +72,6 @@ def split(
     *,
     classes: bool,
     random_state: Any,
-    halve_holdout: bool = False,
     groups: Any = None,
 ) -> Folds:
     """The folds that `cv` means.
@@ -94,20 +80,13 @@ def split(
         cv: a number of folds, the fraction of rows to hold out, a scikit-learn splitter, an iterable of (train, val)
             indices, or None for 5 folds.
         classes: y holds classes.
-        groups: passed to the splitter, for `GroupKFold` and its like.
-        halve_holdout: turn a hold-out set into two folds with the same training rows, each judged on one half. The
-            mean of both is the hold-out criterion itself, and nested cross-validation gets something to leave out.
+        groups: the group of every row. Rows of one group are never on both sides of a fold; a splitter gets them too.
     """
-    splitter = _splitter(cv, classes, random_state)
+    splitter = _splitter(cv, classes, random_state, groups)
     even = isinstance(splitter, EvenFolds)
     pairs = splitter.split(X, y) if even else list(check_cv(splitter, y, classifier=classes).split(X, y, groups))
     if not pairs:
         raise BilevelError(f"cv={cv!r} gives no split; pass a number of folds, or the fraction to hold out.")
-    if halve_holdout and len(pairs) == 1:
-        train, val = (_as_indices(rows, len(y)) for rows in pairs[0])
-        order = np.random.default_rng(0).permutation(val)
-        if len(val) > 1:
-            pairs = [(train, order[: len(val) // 2]), (train, order[len(val) // 2 :])]
     train_mask = np.zeros((len(pairs), len(y)), dtype=bool)
     val_mask = np.zeros_like(train_mask)
     for k, (train, val) in enumerate(pairs):
@@ -124,9 +103,11 @@ def split(
     return folds
 
 
-def _splitter(cv: Any, classes: bool, random_state: Any) -> Any:
+def _splitter(cv: Any, classes: bool, random_state: Any, groups: Any = None) -> Any:
     if cv is None:
         cv = 5
+    if groups is not None and isinstance(cv, (int, float, np.integer, np.floating)) and not isinstance(cv, bool):
+        return _grouped_splitter(cv, classes, random_state, len(np.unique(groups)))
     if isinstance(cv, (float, np.floating)):
         if not 0 < cv < 1:
             raise BilevelError(f"cv={cv} is not a fraction of rows to hold out; pass one between 0 and 1, or an int.")
@@ -137,6 +118,15 @@ def _splitter(cv: Any, classes: bool, random_state: Any) -> Any:
             raise BilevelError(f"cv={cv} folds leave nothing to train on; pass 2 or more, or a fraction such as 0.25.")
         return EvenFolds(int(cv), classes, random_state)
     return cv
+
+
+def _grouped_splitter(cv: Any, classes: bool, random_state: Any, count: int) -> Any:
+    if isinstance(cv, (float, np.floating)):
+        return GroupShuffleSplit(1, test_size=float(cv), random_state=random_state)
+    if count < 2:
+        raise BilevelError(f"groups has {count} group; folds need two or more. Leave groups= out, or pass others.")
+    kind = StratifiedGroupKFold if classes else GroupKFold
+    return kind(min(int(cv), count), shuffle=True, random_state=random_state)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from typing_extensions import Self
@@ -26,6 +27,8 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
     `LogisticRegression(C=1/α)` where all α_j are equal. The penalties are tuned for the log-loss on held-out rows.
 
     {arguments}
+        class_weight: a dict from class to weight, or "balanced" for weights that give all classes the same total: as
+            weights of rows, in the training and in the criterion.
 
     {attributes}
         classes_: the classes.
@@ -41,17 +44,50 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
 
     _classes = True
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows."""
+    def __init__(
+        self,
+        penalty: Any = "per-feature",
+        *,
+        class_weight: Any = None,
+        cv: Any = None,
+        tether: Any = "auto",
+        fit_intercept: bool = True,
+        max_iter: int = 100,
+        tol: float = 1e-5,
+        warm_start: bool = False,
+        random_state: Any = 0,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(
+            penalty,
+            cv=cv,
+            tether=tether,
+            fit_intercept=fit_intercept,
+            max_iter=max_iter,
+            tol=tol,
+            warm_start=warm_start,
+            random_state=random_state,
+            verbose=verbose,
+        )
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
+        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows.
+
+        Args:
+            groups: the group of every row: rows of one group are never on both sides of a fold.
+        """
         X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         weight = self._weights(sample_weight, X)
+        if self.class_weight is not None:
+            weight = weight * compute_sample_weight(self.class_weight, y)
         codes, outputs = self._indicators(y, weight)
-        coef, intercept = self._tune(X, codes, weight, outputs)
+        coef, intercept = self._tune(X, codes, weight, outputs, groups)
         self.coef_, self.intercept_ = coef.T, intercept
         return self
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
         if self.fit_intercept:
             self._check_folds(y, folds)
         return RowsOfTable(X, y, folds, groups, bool(self.fit_intercept), LogLoss())

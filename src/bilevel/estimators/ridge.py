@@ -35,14 +35,10 @@ class BilevelRidge(RegressorMixin, BilevelRegressor):
     True
     """
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
         rows, features = X.shape
         arguments = X, y, folds, groups, bool(self.fit_intercept)
-        few = features <= min(rows, LARGEST)
-
-        def folded() -> FoldedTable:
-            return SumsOfTable(*arguments) if few else RowsOfTable(*arguments, SquaredError())
-
         # Where there are more penalties than rows, they can fit every left-out row by heart; folds hold them better.
-        closed = self.cv is None and groups.count <= rows and affordable(X.shape)
-        return RowsLeftOut(*arguments, folded) if closed else folded()
+        if one_by_one and groups.count <= rows and affordable(X.shape):
+            return RowsLeftOut(*arguments)
+        return SumsOfTable(*arguments) if features <= min(rows, LARGEST) else RowsOfTable(*arguments, SquaredError())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,9 @@ from torch import Tensor
 from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
-from bilevel.estimators.tables import FoldedTable, positive
+from bilevel.estimators.optimism import HeldOutRows
+from bilevel.estimators.tables import MOST, FoldedTable, positive
+from bilevel.methods.linear_models._at_minimiser import Minimum
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.problem import Problem, Task
@@ -38,16 +38,12 @@ class RowsLeftOut(FoldedTable):
 
     Rows are about their weighted means, so that w has no intercept; its leverage is added.
 
-    Args:
-        judge: builds the same table with folds, for nested cross-validation.
     """
 
-    def __init__(
-        self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool, judge: Callable[[], FoldedTable]
-    ) -> None:
+    def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:
         super().__init__(X.toarray() if sparse.issparse(X) else X, y, folds, groups, intercept)
         rows, features = X.shape
-        self._build_judge, self.wide = judge, features > rows
+        self.wide = features > rows
         inner = LinearModels(penalty=self.penalties) if self.wide else LeastSquares(self.penalties)
         self.problem = Problem(
             inner,
@@ -64,13 +60,6 @@ class RowsLeftOut(FoldedTable):
             )
             + ": one fit for all rows, and no random folds."
         )
-
-    @cached_property
-    def judge(self) -> FoldedTable:
-        return self._build_judge()
-
-    def nested(self, folds: Folds, k: int) -> Folds:
-        return _each_left_out(folds, folds.train[k])
 
     def criterion(self, folds: Folds) -> Folds:
         """All rows, each left out once."""
@@ -90,6 +79,24 @@ class RowsLeftOut(FoldedTable):
         if self.wide:
             return Task((X, y, weight[None]), val)
         return Task((weighted_gram(X, weight)[None], ((weight * y) @ X)[None]), val)
+
+    def held_out(self, minimum: Minimum, folds: Folds, lam: Tensor) -> HeldOutRows:
+        """By the model without row i, whose inverse Hessian follows from that of all rows by one division."""
+        X, y, weight, own, _ = self.task(folds).val
+        every = -(-len(X) // MOST)
+        order = y[0].argsort(stable=True)[::every]
+        X, y, weight, own = X[order], y[:, order], weight[order], own[order]
+        w, solved = minimum.w[0], minimum.solve(X[None])[0]
+        kept = 1 - own - weight * (solved * X).sum(1)
+        errors = (y - w @ X.mT) / kept
+        # w of row i's own model, rows × outputs × features.
+        without = w - (weight * errors).mT[:, :, None] * solved[:, None]
+        slopes = -(solved / kept[:, None])[:, None] * without
+        pulled = self.penalties.linearised(lam)[1](slopes)
+        return HeldOutRows((y - errors).mT, pulled, y.mT, every * weight)
+
+    def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("rows are left out singly")
 
     def start(self, task: Task) -> Tensor:
         return self.y.new_zeros(1, len(self.y), self.X.shape[1])

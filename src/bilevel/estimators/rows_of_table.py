@@ -34,7 +34,7 @@ class RowsOfTable(FoldedTable):
         super().__init__(X, y, folds, groups, intercept)
         self.loss, self.model = loss, LinearModels(loss, self.penalties, intercept)
         (rows, features), outputs = X.shape, len(self.y)
-        shape = torch.Size((folds.merged().count, outputs, features + intercept))
+        shape = torch.Size((folds.count, outputs, features + intercept))
         size, self.kernel = shape[1] * shape[2], isinstance(loss, SquaredError) and rows <= LARGEST
         self.problem = Problem(
             self.model,
@@ -46,6 +46,7 @@ class RowsOfTable(FoldedTable):
         self.span = not self.kernel and rows < features and rows <= SPAN
         # Whether factors of Hessians cost less than the products with X that they save.
         self.stale = not self.dense and not sparse.issparse(X) and size <= min(20 * rows**0.5, LARGEST)
+        self.factorises = self.dense or self.kernel or self.span or self.stale
         if self.kernel:
             self.reason = (
                 f"Implicit differentiation of the kernel equations (up to {rows} × {rows}, one Cholesky factor per "
@@ -75,9 +76,14 @@ class RowsOfTable(FoldedTable):
         return StaleNewton(tol) if self.stale else NewtonLinear(tol, dense=self.dense)
 
     def task(self, folds: Folds, held: float = 0.0) -> Task:
-        folds = folds.merged()
         train, val = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
         return Task((self.X, self.y, train), (self.X, self.y, val, torch.tensor(held, dtype=val.dtype)))
+
+    def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
+        rows = self.dense_rows(index)
+        if self.intercept:
+            rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1)
+        return rows, self.y.new_zeros(folds.count, len(self.y))
 
     def start(self, task: Task) -> Tensor:
         return self.y.new_zeros(len(task.train[2]), len(self.y), self.X.shape[1] + self.intercept)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,26 @@ from torch import Tensor
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.constraints.box import Box
-from bilevel.distributed import current_world
 from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Tether
+from bilevel.estimators.optimism import corrected_losses
 from bilevel.estimators.tables import FoldedTable
 from bilevel.hypergradients import hypergradient
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod
 from bilevel.outer_loop import Iteration, Solution, solve
 from bilevel.problem import Task
 
 # From one penalty for all (∞) to penalties that hardly hold each other.
 TETHERS = (math.inf, 3.0, 1.0, 0.5, 0.25, 0.1)
-# The strength that is used where none is chosen: with PLENTY rows for every penalty it hardly matters, and two folds
-# leave nothing to train on once a third part is set aside.
+# The strength that is used where the table is too large for the Hessians that a choice needs.
 UNCHOSEN = 1.0
-PLENTY = 50
+# The effective number of penalties for every row beyond which the first order says little about leaving out a row.
+FEW = 0.2
+# By how much a criterion is clearly worse, relatively.
+CLEARLY = 0.003
 # How many standard errors a tether may be behind the best one.
 DOUBT = 0.5
 # Relative errors of hypergradients: as good as none; and where points are only compared, not approached.
@@ -41,7 +44,7 @@ EXACT, ROUGH = 1e-8, 0.03
 class SearchRecord:
     """All evaluations of the criterion on all folds, in order: its value, the norm of its gradient, and the time."""
 
-    report: Callable[[int, float], None]
+    report: Callable[[int, float], None] = lambda count, value: None
     began: float = field(default_factory=time.perf_counter)
     rows: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -84,12 +87,11 @@ class PenaltySearch:
         self.w = table.start(self.task)
         self.known: Hypergradient | None = None
 
-    def on(self, folds: Folds, max_iter: int, tol: float, table: FoldedTable | None = None) -> PenaltySearch:
+    def on(self, folds: Folds, max_iter: int, tol: float) -> PenaltySearch:
         """The search on other folds of the same rows. Folds of almost the same rows have almost the same minimisers."""
-        other = PenaltySearch(table or self.table, folds, self.count, self.box, max_iter, tol)
+        other = PenaltySearch(self.table, folds, self.count, self.box, max_iter, tol)
         other.level = self.level
-        if other.table is self.table:
-            other.w = self.w.mean(0).expand_as(other.w)
+        other.w = self.w.mean(0).expand_as(other.w)
         return other
 
     @property
@@ -115,8 +117,8 @@ class PenaltySearch:
         """f at λ, to about three digits."""
         return float(self.evaluate(lam, ROUGH).value)
 
-    def shared(self, record: SearchRecord) -> tuple[Tensor, float]:
-        """The best λ with all entries equal, and f there: a coarse grid, then descent from its best point."""
+    def shared(self, record: SearchRecord) -> tuple[Tensor, float, Outcome]:
+        """The best λ with all entries equal, f there and how that ended: a grid, then descent from its best point."""
         grid = torch.linspace(*self.box, 13, dtype=torch.float64)[1:-1]
         # From large penalties down: coefficients grow from nothing, and each fit starts the next.
         values = [self._value_or_infinity(level[None]) for level in grid.flip(0)][::-1]
@@ -125,8 +127,8 @@ class PenaltySearch:
                 "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "
                 "them first, with StandardScaler for example."
             )
-        lam, _ = self.minimise(grid[int(np.argmin(values))].expand(self.count), math.inf, record)
-        return lam, max(min(value for value, _, _ in record.rows), 1e-300)
+        lam, outcome = self.minimise(grid[int(np.argmin(values))].expand(self.count), math.inf, record)
+        return lam, max(min(value for value, _, _ in record.rows), 1e-300), outcome
 
     def _value_or_infinity(self, lam: Tensor) -> float:
         try:
@@ -187,6 +189,25 @@ class PenaltySearch:
         self.w = found.inner
         return found.outer.expand(self.count) if tied else found.outer, found.outcome
 
+    def corrected(self, lam: Tensor, strength: float) -> tuple[Array, Array, float]:
+        """The losses of the rows, each left out of the tuning too; their weights; the effective number of penalties.
+
+        Args:
+            strength: the tether that λ was found with; inf for one penalty.
+        """
+        self.evaluate(lam)
+        method = self.table.method(EXACT)
+        assert isinstance(method, LinearModelMethod)
+        process = Process(self.table.problem, lam, self.task, self.settings["dynamics"], 0, self.w)
+        with torch.no_grad():
+            held = self.table.held_out(method.minimum(process), self.folds, lam)
+            if math.isinf(strength) or self.count == 1:
+                held, tether = held.tied(), torch.zeros(1, dtype=lam.dtype)
+            else:
+                tether = 2 * strength * self.level / torch.cosh(lam - lam.mean()).square()
+            losses, count = corrected_losses(held, self.table.loss, tether, mean=not math.isinf(strength))
+        return losses.numpy(), held.weight.numpy(), count
+
     def _lifted(self, lam: Tensor, limit: float, norm: float) -> Tensor | None:
         """λ with all entries raised by 2, if f is at most `limit` there and its gradient longer than `norm`.
 
@@ -199,58 +220,34 @@ class PenaltySearch:
         return lam + 2 if float(above.value) <= limit and float(above.grad.norm()) > norm else None
 
 
-def choose_tether(search: PenaltySearch, folds: Folds, start: Tensor, report: Callable[[], None]) -> float:
-    """The tether with the least error in nested cross-validation.
+def choose_tether(search: PenaltySearch, start: Tensor, record: SearchRecord | None = None) -> tuple[float, Tensor]:
+    """The tether with the least criterion once every row is left out of the tuning, too; and its λ.
 
-    For each fold k, λ is tuned on the other folds with fold k's rows taken out, for one tether after the other; fold k,
-    trained with that λ, then judges it. What is judged never saw what judges it, but for the point where all searches
-    begin: the shared penalty, which was found on all folds and is tuned again first. Processes share the folds.
+    No rows are set aside and nothing is drawn at random: see `optimism`. Chance alone makes one of the freer tethers
+    look best now and then. The tightest that is not clearly worse is taken: within half a standard error of the paired
+    differences.
     """
-    usable = [k for k in range(folds.count) if search.table.nested(folds, k).count]
-    if not usable:
-        return UNCHOSEN
-    world, judges = current_world(), dict[int, _Judge]()
-
-    def judged(strength: float, k: int) -> Array:
-        if k not in judges:
-            judges[k] = _Judge.of(search, folds, k, start)
-        return judges[k].errors(strength)
-
-    errors: list[Array] = []
+    lams, errors, lam = [], [], start
+    weight = np.zeros(0)
     for strength in TETHERS:
-        errors.append(np.concatenate(world.collect(partial(judged, strength), usable)))
-        report()
-        # Freer penalties than those that were worse twice are not tried.
-        if len(errors) > 2 and min(_lead(errors[-1], errors[-3]), _lead(errors[-2], errors[-3])) > 0:
+        if math.isfinite(strength):
+            lam, _ = search.minimise(lam, strength, record)
+        losses, weight, count = search.corrected(lam, strength)
+        if count > FEW * len(losses):
             break
-    best = errors[int(np.argmin([error.sum() for error in errors]))]
-    # Chance alone makes one of the freer tethers look best now and then. The tightest that is not clearly worse is
-    # taken: within half a standard error of the paired differences.
-    return next(strength for strength, error in zip(TETHERS, errors, strict=False) if _lead(error, best) <= DOUBT)
+        lams.append(lam)
+        errors.append(losses)
+        # Freer penalties than those that were clearly worse twice are not tried.
+        if len(errors) > 2 and all(weight @ errors[k] > (1 + CLEARLY) * (weight @ errors[-3]) for k in (-1, -2)):
+            break
+    best = errors[int(np.argmin([weight @ error for error in errors]))]
+    at = next(k for k, error in enumerate(errors) if _lead(error, best, weight) <= DOUBT)
+    return TETHERS[at], lams[at]
 
 
-@dataclass
-class _Judge:
-    """One fold of the nested cross-validation: where λ is tuned, and where it is judged."""
-
-    inner: PenaltySearch
-    outer: PenaltySearch
-    lam: Tensor
-
-    @classmethod
-    def of(cls, search: PenaltySearch, folds: Folds, k: int, start: Tensor) -> _Judge:
-        inner = search.on(search.table.nested(folds, k), min(search.max_iter, 15), max(search.tol, 1e-3))
-        return cls(inner, search.on(folds.only(k), search.max_iter, search.tol, search.table.judge), start)
-
-    def errors(self, strength: float) -> Array:
-        """The losses of the rows that are held out with the λ of this tether, found from that of the one before."""
-        self.lam, _ = self.inner.minimise(self.lam, strength)
-        outer = self.outer
-        return outer.table.held_out_losses(outer.evaluate(self.lam).inner, outer.folds)
-
-
-def _lead(errors: Array, best: Array) -> float:
+def _lead(errors: Array, best: Array, weight: Array) -> float:
     """By how many standard errors of their paired differences some rows' errors are higher than others'."""
-    worse = errors - best
-    spread = float(worse.std(ddof=1)) * math.sqrt(len(worse)) if len(worse) > 1 else 0.0
-    return float(worse.sum()) / spread if spread > 0 else math.copysign(math.inf, worse.sum()) if worse.sum() else 0.0
+    worse, total = errors - best, float(weight.sum())
+    mean = float(weight @ worse) / total
+    spread = math.sqrt(float(weight @ (worse - mean) ** 2) / max(total - 1, 1e-300) / total)
+    return mean / spread if spread > 0 else math.copysign(math.inf, mean) if mean else 0.0

@@ -45,6 +45,7 @@ class SumsOfTable(FoldedTable):
         super().__init__(X, y, folds, groups, intercept)
         self.l1_ratio, size = l1_ratio, X.shape[1]
         self.wide = size > LARGEST
+        self.factorises = not self.wide
         ridge = 1.0 if l1_ratio is None else 1 - l1_ratio
         self.strengths, self.positive = replace(self.penalties, scale=l1_ratio or 0.0), positive
         self.problem = Problem(
@@ -116,6 +117,13 @@ class SumsOfTable(FoldedTable):
         train_rows, val_rows = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
         rows = GramOfRows(self.X, train_rows / unit[:, None], x_mean * (weight / unit).sqrt()[:, None])
         return Task((rows, moments), (self.X, self.y, val_rows / total, x_mean, y_mean, strength))
+
+    def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
+        *_, x, y, weight = self._sum(folds.train)
+        rows = self.dense_rows(index)
+        if not self.intercept:
+            return rows, torch.zeros_like(y)
+        return rows - (x / weight[:, None])[:, None], y / weight[:, None]
 
     def start(self, task: Task) -> Tensor:
         return torch.zeros_like(task.train[1])

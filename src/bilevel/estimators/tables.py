@@ -7,7 +7,6 @@ holds one log penalty for every group of features, or a single one for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,16 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.optimism import HeldOutRows
+from bilevel.methods.linear_models._at_minimiser import Minimum
 from bilevel.problem import Problem, Task
 from bilevel.structures.losses import RowLoss, SquaredError
 from bilevel.structures.penalties import GroupPenalties
-from bilevel.structures.rows import row_scores
 
 # Up to so many features, matrices of features × features are built.
 LARGEST = 3000
+# The most rows that decide how freely penalties may differ.
+MOST = 2000
 # Floating-point operations that a certificate may spend on the smallest curvature of a Hessian.
 CERTIFIED = 2e9
 
@@ -39,29 +41,22 @@ class FoldedTable(ABC):
         reason: a sentence that says how hypergradients are computed, and why so for this size.
         penalties: the penalty of every feature as a function of λ.
         loss: of the scores of a row.
+        factorises: matrices of the folds are small enough to be factorised.
     """
 
     problem: Problem
     reason: str
     loss: RowLoss = SquaredError()
+    factorises: bool = True
 
     def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:
         self.X = X.tocsr() if sparse.issparse(X) else torch.from_numpy(X)
         self.y, self.weight = torch.from_numpy(np.ascontiguousarray(y.T)), torch.from_numpy(folds.weight)
         self.penalties, self.intercept = group_penalties(groups, X.shape[1]), intercept
 
-    @cached_property
-    def judge(self) -> FoldedTable:
-        """The table that fits folds and is judged on what they hold out: this one, unless rows are left out singly."""
-        return self
-
     def criterion(self, folds: Folds) -> Folds:
         """What the penalties are tuned on."""
         return folds
-
-    def nested(self, folds: Folds, k: int) -> Folds:
-        """What the penalties are tuned on before fold k judges them: nothing that it is judged on."""
-        return folds.without(k)
 
     @abstractmethod
     def task(self, folds: Folds, held: float = 0.0) -> Task:
@@ -83,12 +78,49 @@ class FoldedTable(ABC):
     def coefficients(self, w: Tensor, folds: Folds) -> tuple[Array, Array]:
         """Coefficients (features, outputs) and intercepts from the w of a single fold."""
 
-    def held_out_losses(self, w: Tensor, folds: Folds) -> Array:
-        """The weighted loss of every row that a single fold holds out."""
-        rows = np.flatnonzero(folds.val_weights()[0])
-        coef, intercept = self.coefficients(w, folds)
-        scores = row_scores(torch.from_numpy(coef.T.copy()), self.X[rows]) + torch.from_numpy(intercept)[:, None]
-        return (self.weight[rows] * self.loss.values(scores, self.y[:, rows])).numpy()
+    def score_slopes(self, minimum: Minimum, rows: Tensor, lam: Tensor) -> Tensor:
+        """∂(x w_k)/∂λ for rows x of every fold, folds × rows × features of w: folds × rows × outputs × size of λ."""
+        solved, inner = minimum.solved_rows(rows), self.problem.inner
+        parts = [(inner.penalty, minimum.w), *minimum.more]  # type: ignore[attr-defined]
+        found = [self._pulled(function, lam, solved, bend) for function, bend in parts]
+        return torch.stack(found).sum(0)
+
+    def _pulled(self, function: Any, lam: Tensor, solved: Tensor, bend: Tensor) -> Tensor:
+        own = bend[:, None, :, None] if solved.shape[3] == 1 else bend[:, None, None]
+        slope = -(solved * own).sum(3)[..., : self.X.shape[1]]
+        pulled: Tensor = function.linearised(lam)[1](slope)
+        return pulled
+
+    def held_out(self, minimum: Minimum, folds: Folds, lam: Tensor) -> HeldOutRows:
+        """The rows that are held out, with their scores and how these depend on λ; at most `MOST` of them."""
+        weights = folds.val_weights()
+        order = np.argsort(self.y[0].numpy(), kind="stable")
+        chosen = [order[weights[k, order] > 0] for k in range(folds.count)]
+        every = -(-sum(len(rows) for rows in chosen) // MOST)
+        chosen = [rows[::every] for rows in chosen]
+        # Folds are filled up with their last row, of weight zero, to equal numbers.
+        size = max(len(rows) for rows in chosen)
+        index = np.stack([np.pad(rows, (0, size - len(rows)), mode="edge") for rows in chosen])
+        filled = np.arange(size) < np.array([len(rows) for rows in chosen])[:, None]
+        weight = every * np.take_along_axis(weights, index, 1) * filled
+        rows, offset = self.rows_of_folds(torch.from_numpy(index), folds)
+        slopes = self.score_slopes(minimum, rows, lam)
+        scores = (rows @ minimum.w.mT + offset[:, None]).flatten(0, 1)
+        kept = torch.from_numpy(filled.reshape(-1))
+        y = self.y[:, torch.from_numpy(index.reshape(-1))].mT
+        return HeldOutRows(
+            scores[kept], slopes.flatten(0, 1)[kept], y[kept], torch.from_numpy(weight.reshape(-1))[kept]
+        )
+
+    @abstractmethod
+    def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
+        """Rows as every fold's w sees them, folds × rows × features of w, and what is added to their scores."""
+
+    def dense_rows(self, index: Tensor) -> Tensor:
+        """Rows of X for an index of any shape."""
+        flat = index.reshape(-1)
+        rows = self.X[flat] if isinstance(self.X, Tensor) else torch.from_numpy(self.X[flat.numpy()].toarray())
+        return rows.reshape(*index.shape, -1)
 
     @abstractmethod
     def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:

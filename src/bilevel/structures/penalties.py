@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -43,6 +42,7 @@ class GroupPenalties(FunctionOfLam):
         groups: the group of every feature; None for one penalty per feature.
         scale: a factor of all penalties.
 
+    >>> import torch
     >>> penalties = GroupPenalties(3, torch.tensor([0, 1, 1]))
     >>> alpha, pullback = penalties.linearised(torch.zeros(2))
     >>> alpha.tolist(), pullback(torch.ones(3)).tolist()
@@ -69,7 +69,9 @@ class GroupPenalties(FunctionOfLam):
         return levels if self.groups is None else levels[self.groups]
 
     def _gathered(self, v: Tensor, levels: Tensor) -> Tensor:
-        """The sum of v over the features of each group."""
+        """The sum of v, of shape … × features, over the features of each group."""
         if levels.shape[0] == 1:
-            return v.sum()
-        return v if self.groups is None else torch.zeros_like(levels).index_add_(0, self.groups, v)
+            return v.sum(-1, keepdim=True)
+        if self.groups is None:
+            return v
+        return v.new_zeros(*v.shape[:-1], len(levels)).index_add_(-1, self.groups, v)

@@ -1,0 +1,78 @@
+"""The lasso and the elastic net: ratios, signs, groups of rows, and weights of classes."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import ElasticNetCV, Lasso, LassoCV
+from sklearn.model_selection import GroupKFold, TimeSeriesSplit
+from sklearn.utils.class_weight import compute_sample_weight
+
+from bilevel.errors import BilevelError
+from bilevel.estimators import BilevelElasticNet, BilevelLasso, BilevelLogisticRegression, BilevelRidge
+
+
+def table(rows=80, features=20, seed=0):
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(rows + 1000, features))
+    y = X[:, :3] @ [2.0, -1.0, 1.0] + rng.normal(size=len(X))
+    return X[:rows], y[:rows], X[rows:], y[rows:]
+
+
+def test_the_lasso_is_scikit_learns_at_its_penalty_and_as_good_as_its_cross_validation():
+    X, y, X_test, y_test = table()
+    model = BilevelLasso("shared").fit(X, y)
+    np.testing.assert_allclose(model.coef_, Lasso(model.alpha_, tol=1e-12, max_iter=100_000).fit(X, y).coef_, atol=1e-6)
+    assert model.score(X_test, y_test) > LassoCV(cv=5).fit(X, y).score(X_test, y_test) - 0.01
+    assert BilevelLasso().fit(X, y).score(X_test, y_test) > model.score(X_test, y_test) - 0.01
+    assert "l1_ratio" not in model.get_params()
+
+
+def test_of_a_list_of_ratios_the_best_is_taken():
+    X, y, *_ = table()
+    ratios = [0.1, 0.9]
+    model = BilevelElasticNet("shared", l1_ratio=ratios, cv=5).fit(X, y)
+    each = [BilevelElasticNet("shared", l1_ratio=ratio, cv=5).fit(X, y) for ratio in ratios]
+    values = [one.history_["value"].min() for one in each]
+    assert model.l1_ratio_ == ratios[int(np.argmin(values))] == ElasticNetCV(l1_ratio=ratios).fit(X, y).l1_ratio_
+    for wrong in ([], [0.5, 2.0], "half"):
+        with pytest.raises(BilevelError, match="l1_ratio="):
+            BilevelElasticNet(l1_ratio=wrong).fit(X, y)
+
+
+def test_no_coefficient_is_negative_where_none_may_be():
+    X, y, *_ = table()
+    model = BilevelLasso("shared", positive=True).fit(X, y)
+    assert model.coef_.min() >= 0 and model.coef_[0] > 1
+    rival = Lasso(model.alpha_, positive=True, tol=1e-12, max_iter=100_000).fit(X, y)
+    np.testing.assert_allclose(model.coef_, rival.coef_, atol=1e-6)
+
+
+def test_groups_of_rows_stay_together():
+    X, y, *_ = table()
+    groups = np.repeat(np.arange(8), 10)
+    # Rows of a group are copies: without groups, every fold has seen the rows that it is judged on.
+    X, y = X[groups], y[groups]
+    apart = BilevelRidge("shared").fit(X, y, groups=groups)
+    by_hand = BilevelRidge("shared", cv=list(GroupKFold(5, shuffle=True, random_state=0).split(X, y, groups))).fit(X, y)
+    assert apart.alpha_ == by_hand.alpha_ > BilevelRidge("shared").fit(X, y).alpha_
+    classes = BilevelLogisticRegression("shared", cv=2).fit(X, (y > np.median(y)).astype(int), groups=groups)
+    assert classes.coef_.shape == (1, 20)
+    with pytest.raises(ValueError, match="inconsistent"):
+        BilevelRidge().fit(X, y, groups=groups[:-1])
+    with pytest.raises(BilevelError, match="1 group"):
+        BilevelRidge().fit(X, y, groups=np.zeros(80))
+
+
+def test_time_series_splits():
+    X, y, X_test, y_test = table()
+    assert BilevelRidge(cv=TimeSeriesSplit(4)).fit(X, y).score(X_test, y_test) > 0.7
+
+
+def test_weights_of_classes_are_weights_of_rows():
+    X, y, *_ = table()
+    rare = (y > 2).astype(int)
+    model = BilevelLogisticRegression("shared", cv=3, class_weight="balanced").fit(X, rare)
+    weight = compute_sample_weight("balanced", rare)
+    other = BilevelLogisticRegression("shared", cv=3).fit(X, rare, sample_weight=weight)
+    np.testing.assert_array_equal(model.coef_, other.coef_)
+    plain = BilevelLogisticRegression("shared", cv=3).fit(X, rare)
+    assert model.predict(X).mean() > plain.predict(X).mean()
