@@ -131,11 +131,15 @@ class World:
         """
         if self.size == 1:
             return mine  # one at a time, to save memory
-        table = like.new_zeros((count, *like.shape))
+        # Each process sends as many rows as the first one has.
+        own = like.new_zeros((-(-count // self.size), *like.shape))
         with self.agreed():
-            for number, item in zip(self.share(range(count)), mine, strict=True):
-                table[number] = item
-        return self.sum(table)
+            for row, item in zip(own[: len(self.share(range(count)))], mine, strict=True):
+                row.copy_(item)
+        tables = [torch.empty_like(own) for _ in range(self.size)]
+        with _connected():
+            dist.all_gather(tables, own)
+        return [tables[number % self.size][number // self.size] for number in range(count)]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -1,0 +1,167 @@
+"""`solve`, `tune` and `fit` by one and by two processes. Under torchrun: `-m sections.solve_ranks CASE N`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from harness import probe
+
+if TYPE_CHECKING:
+    from harness.figures import Figures
+    from harness.section import Bench
+    from harness.tables import Table
+    from harness.targets import Target
+
+ORDER = 61
+TITLE = "solve, tune and fit by several processes"
+WHAT = """
+`torchrun script.py`: the same call by one process and by two, each on a core of its own with one thread. *minibatches*:
+SOBA on a network with 50,816 weights, batches of 1,024 examples on both levels in four shards. *tasks*: Descent through
+20 steps, a list of four tasks. *trainings*: `tune(runs=4)`. *folds*: `BilevelLogisticRegression.fit` with a nested
+cross-validation of 8 folds. Results are compared: they must be the same, bit for bit. A second is one of the clock, so
+this section wants a machine with nothing else to do.
+"""
+
+CASES = ("minibatches", "tasks", "trainings", "folds")
+RANKS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The best seconds of a call, for so many processes; `busy` is the processor's time of the first process."""
+
+    case: str
+    ranks: int
+    seconds: float
+    busy: float
+    runs: list[float]
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    size, repeats = bench.pick(quick=(2, 1), full=(20, 3))
+    answers: dict[tuple[str, int], list[dict[str, Any]]] = {(case, ranks): [] for case in CASES for ranks in RANKS}
+    for _ in range(repeats):
+        for case, ranks in answers:
+            launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+            answers[case, ranks].append(probe.ask("solve_ranks", case, size, launcher=launcher))
+            bench.tick(f"{case} with {ranks} process{'es' * (ranks > 1)}", 1 / (repeats * len(answers)))
+    found = []
+    for (case, ranks), replies in answers.items():
+        if any(reply["digits"] != answers[case, 1][0]["digits"] for reply in replies):
+            raise probe.WorkerError(f"{case}: {ranks} processes returned other numbers than one.")
+        runs = [reply["seconds"] for reply in replies]
+        found.append(Shared(case, ranks, min(runs), min(reply["busy"] for reply in replies), runs))
+    return {"shared": [asdict(row) for row in found]}
+
+
+def targets(figures: Figures) -> Iterator[Target]:
+    from harness.targets import Target
+
+    found = {(row.case, row.ranks): row for row in figures.rows(Shared, "shared")}
+    for case in CASES:
+        one, two = found[case, 1], found[case, 2]
+        words = f"{one.seconds / two.seconds:.2f}: {one.seconds:.2f} and {two.seconds:.2f} s"
+        note = ""
+        if two.seconds > 1.1 * two.busy:
+            note = (
+                f"A process was busy for {two.busy:.2f} of these {two.seconds:.2f} s and waited for the rest. In "
+                f"processor time two are {one.busy / two.busy:.2f} times faster."
+            )
+        claim = f"{case}: two processes at least 1.7 times faster"
+        yield Target(claim, "solve_ranks", one.seconds / two.seconds, 1.7, words, at_least=True, limit_note=note)
+
+
+def tables(figures: Figures) -> Iterator[Table]:
+    from harness.tables import Table
+
+    found = {(row.case, row.ranks): row for row in figures.rows(Shared, "shared")}
+    columns = ["what is shared", "processes", "seconds", "busy, s", "speed-up", "speed-up in processor time"]
+    rows = [
+        [
+            case,
+            str(ranks),
+            f"{row.seconds:.2f}",
+            f"{row.busy:.2f}",
+            f"{found[case, 1].seconds / row.seconds:.2f}",
+            f"{found[case, 1].busy / row.busy:.2f}",
+        ]
+        for (case, ranks), row in found.items()
+    ]
+    yield Table("solve, tune and fit by one and two processes", columns, rows, "Same bits for both (torchrun, gloo).")
+
+
+def prepare(case: str, size: int) -> Callable[[], list[float]]:
+    """The call to be timed. It returns some of the numbers that it found."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+
+    import bilevel as bl
+
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8192, 784, generator=source), torch.randint(10, (8192,), generator=source)
+    if case == "folds":
+        from bilevel.estimators import BilevelLogisticRegression
+
+        X = x[:400, :40].double()
+        labels = (X[:, :5].sum(1) + torch.randn(400, generator=source) > 0).long().numpy()
+        model = BilevelLogisticRegression(cv=8, max_iter=size)
+        return lambda: [float(alpha) for alpha in model.fit(X.numpy(), labels).alpha_]
+    if case == "trainings":
+        from torch.utils.data import DataLoader, TensorDataset
+
+        from bilevel.tuning import LearningRate, WeightDecay
+
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+        data = DataLoader(TensorDataset(x[:4096], y[:4096]), batch_size=256, shuffle=True)
+        declared, val = [LearningRate(0.1, per="step"), WeightDecay(per="layer")], (x[4096:5120], y[4096:5120])
+        call = {"steps": 30, "iterations": size, "runs": 4, "progress": False}
+        return lambda: [float(r) for r in bl.tune(net, F.cross_entropy, declared, data, val, **call).values["lr"]]
+
+    def error(w: list[Tensor], lam: Tensor, data: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(F.linear(torch.tanh(F.linear(data[0], w[0])), w[1]), data[1])
+
+    def penalised(w: list[Tensor], lam: Tensor, data: tuple[Tensor, Tensor]) -> Tensor:
+        return error(w, lam, data) + (lam.exp() * torch.stack([part.square().sum() for part in w])).sum()
+
+    start = [torch.randn(64, 784, generator=source) / 28, torch.randn(10, 64, generator=source) / 8]
+    problem, lam = bl.Problem(penalised, error, init=lambda lam: list(start)), torch.full((2,), -2.0)
+    if case == "minibatches":
+        train, val = (bl.Minibatches((x[rows], y[rows]), 1024) for rows in (slice(4096), slice(4096, 8192)))
+        task = bl.Task(bl.shards(train, 4), bl.shards(val, 4))
+        algorithm = bl.SOBA(inner_lr=0.05, outer_lr=0.01)
+        return lambda: bl.solve(problem, lam, task, algorithm=algorithm, iterations=20 * size).outer.tolist()
+    tasks = [bl.Task((x[i::8], y[i::8]), (x[i + 4 :: 8], y[i + 4 :: 8])) for i in range(4)]
+    run = {"dynamics": bl.GradientDescent(0.05), "steps": 20, "method": bl.Reverse()}
+    return lambda: bl.solve(problem, lam, tasks, iterations=size, **run).outer.tolist()
+
+
+def main() -> None:
+    import torch
+
+    from bilevel.distributed import world
+
+    if hasattr(os, "sched_setaffinity"):
+        # Two processes that change places on the cores would share one for a while.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+    torch.set_num_threads(1)
+    with world() as everybody:
+        prepare(sys.argv[1], 1)()
+        call = prepare(sys.argv[1], int(sys.argv[2]))
+        began, worked = time.perf_counter(), time.process_time()
+        found = call()
+        seconds, busy = time.perf_counter() - began, time.process_time() - worked
+        if everybody.writes:
+            print(json.dumps({"seconds": seconds, "busy": busy, "digits": [number.hex() for number in found]}))
+
+
+if __name__ == "__main__":
+    main()
