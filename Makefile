@@ -11,11 +11,11 @@ demo: $(VENV)/installed
 	$(BIN)/bilevel demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The mathematics and the small parts, in a few minutes; `make test` runs everything.
 test-quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -71,7 +71,7 @@ def test_hypergradients_tend_to_the_limits_except_the_truncated_one(small, name)
 
 def test_on_ridge_implicit_is_the_nearer_at_every_step_and_both_converge():
     problem = ridge_problem(seed=1, log_penalty=0.0)
-    far, near = (certificates.look(problem, steps, (10,)) for steps in (30, 3000))
+    far, near = (certificates.measure(problem, steps, (10,)) for steps in (30, 3000))
     assert far["errors"]["Implicit"] < far["errors"]["∇f_T"]
     assert near["errors"]["Implicit"] < 1e-8 and near["errors"]["∇f_T"] < 1e-8
     assert far["held"] and near["held"] and near["true distance"] < 1e-8 * far["true distance"]
@@ -106,9 +106,9 @@ def test_the_dual_solution_minimises_the_head(l2):
 
 def test_a_broken_bound_is_named():
     problem = ridge_problem(seed=0, log_penalty=0.0)
-    sound = certificates.look(problem, 30, (10,))
+    sound = certificates.measure(problem, 30, (10,))
     # A truth that is farther away than the certificate allows.
-    broken = certificates.look(replace(problem, value=problem.value + 1e6), 30, (10,))
+    broken = certificates.measure(replace(problem, value=problem.value + 1e6), 30, (10,))
     rows = certificates._bounds("problem", [sound, broken]).rows
     assert sound["held"] and not broken["held"] and [row[-1] for row in rows] == ["yes", "NO"]
 
@@ -126,7 +126,7 @@ def test_what_is_written(small):
 
 
 def test_a_run_is_a_function_of_its_settings_and_seed():
-    looks = [certificates.look(ridge_problem(seed, 0.0), 20, (5,)) for seed in (0, 0, 1)]
+    looks = [certificates.measure(ridge_problem(seed, 0.0), 20, (5,)) for seed in (0, 0, 1)]
     assert looks[0] == looks[1] != looks[2]
 
 
@@ -134,7 +134,7 @@ def test_bounds_hold_on_omniglot(real):
     real(*OMNIGLOT)
     settings = certificates.CertificatesSettings(classes=10)
     problem = certificates.feature_map_problem(settings.dataset, settings.model, 10, 0.1, 0)
-    one = certificates.look(problem, 64, (16,))
+    one = certificates.measure(problem, 64, (16,))
     assert one["held"] and one["errors"]["∇f_T"] < 1
     reverse = bl.hypergradient(
         problem.problem, problem.lam, problem.task, dynamics=problem.dynamics, steps=64, method=bl.Reverse()

@@ -118,7 +118,7 @@ class BilevelEstimator(BaseEstimator):
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
 
         The curvature of the loss that a feature can have is the scale of both: the smallest of any feature below, where
-        an exact fit has errors of about (4e-6)² of y's own (rounding would decide of smaller ones), and the largest
+        an exact fit has errors of about (4e-6)² of y's own (below that, rounding error dominates), and the largest
         above.
         """
         largest = float(variance.max()) or 1.0

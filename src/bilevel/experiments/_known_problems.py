@@ -30,7 +30,7 @@ class KnownProblem:
         value: f(λ).
         grad: ∇f(λ).
         unrolled: the method for ∇f_T.
-        origin: where μ and the truth come from, in words.
+        source: where μ and the truth come from, as a sentence.
         data: the data set's name and description; empty for generated data.
     """
 
@@ -45,7 +45,7 @@ class KnownProblem:
     value: float
     grad: Tree
     unrolled: bl.Method
-    origin: str
+    source: str
     data: tuple[str, str] | None = None
 
     @property

@@ -50,8 +50,8 @@ def _errors(axes: Axes, numbers: Mapping[str, Any]) -> None:
     axes.yaxis.set_major_formatter(lambda value, position: f"{value:g}")
     handles, names = axes.get_legend_handles_labels()
     order = sorted(range(len(names)), key=lambda index: ("test" in names[index], "paper" in names[index]))
-    told: Any = {"title": "bars: quartiles over data sets", "title_fontsize": 9.5}
-    axes.legend([handles[i] for i in order], [names[i] for i in order], **told)
+    legend: Any = {"title": "bars: quartiles over data sets", "title_fontsize": 9.5}
+    axes.legend([handles[i] for i in order], [names[i] for i in order], **legend)
 
 
 def _coefficients(
@@ -75,5 +75,5 @@ def _coefficients(
         axes.axhline(np.exp(limit), color=GREY, linestyle=":", linewidth=1.2, label=edge)
     axes.set_yscale("log")
     axes.set_ylim(np.exp(limits[0]) / 3, np.exp(limits[1]) * 60)
-    told: Any = {"title": "dots: one per feature and data set; lines: medians", "title_fontsize": 9.5}
-    axes.legend(loc="upper center", ncols=3, columnspacing=1.2, handlelength=1.4, **told)
+    legend: Any = {"title": "dots: one per feature and data set; lines: medians", "title_fontsize": 9.5}
+    axes.legend(loc="upper center", ncols=3, columnspacing=1.2, handlelength=1.4, **legend)

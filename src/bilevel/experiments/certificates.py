@@ -49,7 +49,7 @@ class CertificatesSettings(ExperimentSettings):
 QUICK: dict[str, Any] = {"classes": 20, "steps": (1, 4, 16, 64, 256)}
 
 
-def look(problem: KnownProblem, steps: int, truncated: tuple[int, ...]) -> dict[str, Any]:
+def measure(problem: KnownProblem, steps: int, truncated: tuple[int, ...]) -> dict[str, Any]:
     """Run T steps, certify, and compare with the truth.
 
     The gap is |f_T − f| and the distance ‖w_T − w_λ‖. `held` says whether both bounds lie above the truth. The errors
@@ -101,7 +101,7 @@ def run(settings: CertificatesSettings, out: Path, progress: bool | None = None)
             found[one.name] = []
             for steps in s.steps:
                 begin(f"{one.name}, T = {steps}")
-                found[one.name].append(look(one, steps, s.truncated))
+                found[one.name].append(measure(one, steps, s.truncated))
     numbers = {one.name: _numbers(one, found[one.name]) for one in problems}
     _draw(out / "certificates.png", numbers)
     tables = [_claims(numbers)]
@@ -160,12 +160,12 @@ def _claims(numbers: dict[str, Any]) -> TextTable:
         theory = f"{best:.5f} a step with the best constant step (Remark 3.3)"
         allowed = f"with our η theory allows {rate:.5f}, {'and it held' if seen <= rate else 'which was NOT held'}"
         held = "held at every T" if one["held"] else "BROKEN"
-        told = "computed from w_T alone, see the next tables"
+        source = "computed from w_T alone, see the next tables"
         limit = f"{name}: w_T → w_λ, f_T → f"
         rows += [
             (limit, "in the limit (Theorem 3.2)", left, agrees, "L is strongly convex and η < 2/ν"),
             (f"{name}: linear rate", theory, f"{seen:.5f} at its slowest", f"{seen - best:+.5f}", allowed),
-            (f"{name}: the certified bounds", "none given", held, "beyond the paper", told),
+            (f"{name}: the certified bounds", "none given", held, "beyond the paper", source),
         ]
     return TextTable("Section 3 and what was measured", CLAIM, rows)
 
@@ -196,7 +196,7 @@ def _choices(s: CertificatesSettings, problems: list[KnownProblem]) -> dict[str,
         "η = 1/ν",
         "head": f"one test episode for {s.model} in float64, l2 = {s.l2:g} where the paper's experiments have 0: "
         "without it L is not strongly convex and nothing can be certified",
-        "truth": "; ".join(f"({one.name}) {one.origin}" for one in problems),
+        "truth": "; ".join(f"({one.name}) {one.source}" for one in problems),
         "implicit": "CG to a relative residual of 1e-12, at w_T",
     }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bilevel as bl
 from bilevel.experiments import _effect_of_t_picture as pictures
-from bilevel.experiments import _effect_of_t_tables as words
+from bilevel.experiments import _effect_of_t_tables as tables
 from bilevel.experiments._effect_of_t_times import measure
 from bilevel.experiments._feature_map import FeatureMapData, draw_data, exact_value, feature_map, right
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, finished, label, require
@@ -79,7 +79,7 @@ def fit(
     """Learn H through `steps` steps of gradient descent or, with None, exactly."""
     seen: list[Tensor] = []
 
-    def look(now: Iteration) -> None:
+    def record(now: Iteration) -> None:
         seen.append(right(now.hypergradient.inner, now.lam, data.test))
         if begin is not None:
             begin(f"T = {label(steps)}, {float(now.hypergradient.value):.3f}")
@@ -95,7 +95,7 @@ def fit(
         method=bl.Spectral() if steps and steps > 4 else bl.Reverse(),
         optimizer=lambda params: torch.optim.SGD(params, lr=settings.outer_lr, momentum=settings.momentum),
         iterations=settings.iterations,
-        callbacks=[look],
+        callbacks=[record],
         progress=False,
     )
     if solution.outcome.kind == "diverged":
@@ -135,9 +135,9 @@ def run(settings: EffectOfTSettings, out: Path, progress: bool | None = None) ->
     return ExperimentResult(
         numbers,
         _choices(s, data),
-        [words.runs(numbers), words.claims(numbers, times), *words.seconds(times), words.sizes(times)],
+        [tables.runs(numbers), tables.claims(numbers, times), *tables.seconds(times), tables.sizes(times)],
         ("optimisation.png", "times.png"),
-        words.notes(s, numbers, times),
+        tables.notes(s, numbers, times),
         data={data.name: data.description},
         times=times,
     )

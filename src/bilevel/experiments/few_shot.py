@@ -287,7 +287,7 @@ def _others() -> TextTable:
 def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
     missing = [row.name for row in rows if row.model is None]
     used = sorted({mode for row in rows for mode in row.finals})
-    told = [
+    notes = [
         f"T is the best of 1 to {s.most_steps} on {s.episodes} meta-validation episodes; meta-test is looked at once, "
         "with it. 15 queries a class. Support and query sets are disjoint; in the authors' sampler they may overlap "
         "(5 per cent of Omniglot's queries in 1-shot episodes, 25 per cent in 5-shot ones).",
@@ -299,8 +299,8 @@ def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
         "wall time, with whatever else the machine did meanwhile.",
     ]
     if missing:
-        told.append(f"Not trained yet: {', '.join(missing)}.")
-    return tuple(told)
+        notes.append(f"Not trained yet: {', '.join(missing)}.")
+    return tuple(notes)
 
 
 def _choices() -> dict[str, str]:

@@ -104,7 +104,7 @@ class Judged:
 
 
 def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
-    """Learn twice, judge four."""
+    """Train two learners, evaluate four."""
     _check(settings)
     with single_precision(), one_thread():
         data = load("glyphs", progress=progress)  # draws a bar of its own the first time

@@ -164,18 +164,18 @@ def run(settings: RidgeSettings, out: Path, progress: bool | None = None) -> Exp
 
 def _in_words(rows: dict[str, Any]) -> list[str]:
     """The paper's conclusion held against our medians: errors that fall with T until they are as good as exact."""
-    told = []
+    sentences = []
     for kind in ("validation", "test"):
         medians = {name: row[kind]["median"] for name, row in rows.items()}
         *approximate, exact = medians.values()
         falls = all(later <= earlier for earlier, later in pairwise(approximate))
         best = min(medians, key=lambda name: medians[name])
-        told.append(
+        sentences.append(
             f"The {kind} error {'falls with T, as in the paper' if falls else 'does not fall with every step of T'}: "
             f"{', '.join(f'{value:.2f}' for value in approximate)}, and {exact:.2f} with the exact solution; the "
             f"smallest is that of {best if best == 'exact' else f'T = {best}'}."
         )
-    return told
+    return sentences
 
 
 def _numbers(

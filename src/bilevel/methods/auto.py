@@ -78,8 +78,8 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
             f"Forward: the iterates alone would take {amount(iterates)}, and λ has only {count} numbers ({sizes}).",
         )
     try:
-        thrifty = Reverse(memory=budget)
-        plan = thrifty.sizes(process).plan(budget, 1)
+        with_less = Reverse(memory=budget)
+        plan = with_less.sizes(process).plan(budget, 1)
     except BilevelError:
         return (
             Reverse("sqrt"),
@@ -87,7 +87,7 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
             f"{amount(budget)} ({sizes}).",
         )
     return (
-        thrifty,
+        with_less,
         f"Reverse(memory={budget}): the iterates alone would take {amount(iterates)}; {plan.kept} of them and "
         f"{plan.steps:,} steps to compute the others fit ({sizes}).",
     )

@@ -93,7 +93,7 @@ def _check_step(dynamics: Dynamics) -> None:
 def _check_solver(dynamics: Dynamics) -> None:
     """One step reaches the minimiser, whose gradient is that of many small steps, recorded."""
     slow: Dynamics = Picard() if dynamics.equations else GradientDescent(0.3)
-    for example in (one for one in examples() if one.name in ("quadratic", "smooth", "encoder", "nested")):
+    for example in (one for one in examples() if one.name in ("quadratic", "smooth", "encode", "nested")):
         case = BatteryCase(example.for_dynamics(dynamics), dynamics, str(dynamics))
         case = case.visible(frozenset({"the inner objective", "the outer objective"})) or case
         args, settings = case.arguments(1)

@@ -66,7 +66,7 @@ def small(kind: type[Learner], seed: int = 0, **options: Any) -> Learner:
 
 
 def episodes(count: int = 2, ways: int = 3, shots: int = 2, queries: int = 4, seed: int = 1) -> Task:
-    """Stacked episodes of noisy patterns, which can be told apart."""
+    """Stacked episodes of noisy patterns, in which the classes differ."""
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.rand(count, ways, 1, *SHAPE, generator=generator)
 
@@ -166,9 +166,9 @@ def _check_adapt(learner: Learner) -> None:
         (support, labels), (queries, answers) = (tuple(x[i] for x in part) for part in (batch.train, batch.val))
         classifier = learner.adapt(support, labels.tolist())
         right = [said == true for said, true in zip(classifier.predict(queries), answers.tolist(), strict=True)]
-        used, told = sum(right) / len(right), float(judged[i, -1])
-        assert abs(used - told) < 1e-9, (
-            f"adapt(…).predict is right in {used:.4f} of an episode's queries, and accuracies says {told:.4f}"
+        used, reported = sum(right) / len(right), float(judged[i, -1])
+        assert abs(used - reported) < 1e-9, (
+            f"adapt(…).predict is right in {used:.4f} of an episode's queries, and accuracies says {reported:.4f}"
         )
         chances = classifier.predict_proba(queries)
         assert torch.allclose(chances.sum(1), torch.ones(len(queries))), "the probabilities of a query do not sum to 1"
