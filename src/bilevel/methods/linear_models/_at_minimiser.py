@@ -40,6 +40,19 @@ class Minimum:
     more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
     bytes: int = 0
 
+    def solved_rows(self, rows: Tensor) -> Tensor:
+        """x_i H_k⁻¹ for the rows x_i of every fold, folds × rows × features.
+
+        The result has the shape folds × rows × outputs × outputs × features: how the score of one output depends on
+        the slope in the coefficients of another. Where outputs are apart, the second of them has size 1: itself.
+        """
+        folds, outputs, size = self.w.shape
+        if self.apart:
+            return self.solve(rows[:, :, None].expand(-1, -1, outputs, -1))[:, :, :, None]
+        units = torch.eye(outputs, dtype=rows.dtype)[:, :, None]
+        found = self.solve((rows[:, :, None, None] * units).reshape(folds, -1, outputs, size))
+        return found.reshape(folds, -1, outputs, outputs, size)
+
 
 @dataclass(frozen=True)
 class MinimiserMethod(Method):
