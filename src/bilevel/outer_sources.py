@@ -10,7 +10,7 @@ from bilevel.algorithms.base import Algorithm
 from bilevel.algorithms.single_loop import SingleLoop
 from bilevel.dynamics import DynamicsLike
 from bilevel.dynamics.gradient_descent import GradientDescent
-from bilevel.engine.samplers import check_draws
+from bilevel.engine.samplers import check_draws, refuse_one_batch
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
 
@@ -51,6 +51,7 @@ def inner_side(
             )
         for task in listed(tasks):
             check_draws("val", task.val)
+            refuse_one_batch(task.train, steps)
         return dynamics, steps, tasks
     for setting, value in (("dynamics", dynamics), ("steps", steps), ("method", method)):
         if value is not None:

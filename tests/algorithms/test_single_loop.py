@@ -279,6 +279,7 @@ def test_samplers_that_are_biased_or_impure_are_noticed():
     refused(bl.SOBA(), "not a pure", task=noisy)
     inner = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
     refused(None, r"task\.val is a biased sampler", task=bl.Task(data.train, lambda k: data.val), **inner)
+    refused(None, r"task\.train is a biased sampler", task=bl.Task(lambda t: data.train, data.val), **inner)
 
 
 def test_divergence_names_the_step_size_and_its_bound():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,19 @@ def check_draws(name: str, sampler: Any, count: int | None = None) -> None:
             f"task.{name} is a biased sampler: it gave the same batch for the arguments 1, 2, 3, 5, 8 and 13, so the "
             f"other data would never be seen. Use its argument, as bilevel.Minibatches(data, size) does; or, if this "
             f"batch is all the data, pass the batch itself as {name}."
+        )
+
+
+def refuse_one_batch(sampler: Any, steps: int) -> None:
+    """Refuse a function of t that gives the same batch for all of the first steps; objects are trusted."""
+    if not isfunction(sampler) or steps < 3:
+        return
+    first, *others = (call_user("task.train", sampler, t) for t in (1, 2, 3))
+    if all(same(first, other) for other in others):
+        raise BilevelError(
+            "task.train is a biased sampler: it gave the same batch for t = 1, 2 and 3, so the other data would never "
+            "be seen. Use its argument, as bilevel.Minibatches(data, size) does; or, if this batch is all the data, "
+            "pass the batch itself as train."
         )
 
 
