@@ -152,7 +152,7 @@ def as_images(images: Any, shape: tuple[int, ...]) -> Tensor:
         raise BilevelError("There are no images.")
     if not tensor.isfinite().all():
         raise BilevelError("The images hold values that are not finite (NaN or infinity).")
-    if tensor.max() > 16:
+    if tensor.max() > 16 and height * width > 1:  # features that stand for pictures have any size
         warnings.warn(
             f"The images' values go up to {float(tensor.max()):g}, and this learner takes floats in [0, 1]; divide "
             "them by 255, or pass bytes.",

@@ -1,0 +1,78 @@
+"""What `bilevel heads` does. Kept in its own module so that `--help` does not import torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bilevel.cli._classification import _as_text
+from bilevel.cli._output import console
+from bilevel.files import write_bytes
+from bilevel.learners.features import HEADS, CachedFeatures, FeatureTrial, adapt
+
+
+def compare(
+    file: Path, names: tuple[str, ...], ways: int, shots: int, queries: int, episodes: int, seed: int
+) -> dict[str, Any]:
+    """Accuracies of heads on the same episodes, in JSON's types."""
+    cached = CachedFeatures.load(file)
+    trial = FeatureTrial(ways, shots, queries, episodes, seed)
+    scores = trial.compare(cached, names or HEADS)
+    lines = {
+        name: {"accuracy": final.accuracy, "interval": final.interval, "steps": final.steps}
+        for name, final in scores.items()
+    }
+    about = {"features": list(cached.features.shape), "classes": len(set(cached.known))}
+    return {**about, "ways": ways, "shots": shots, "queries": queries, "episodes": episodes, "heads": lines}
+
+
+def classify(labelled: Path, new: Path, name: str, out: Path | None) -> dict[str, Any]:
+    """Answers about new features, in JSON's types; also as CSV."""
+    known, asked = CachedFeatures.load(labelled), CachedFeatures.load(new)
+    head = adapt(known, name)
+    classes = [str(one) for one in head.classifier.classes]
+    rows = head.predict_proba(asked).tolist()
+    said = [classes[max(range(len(row)), key=row.__getitem__)] for row in rows]
+    result: dict[str, Any] = {"learner": name, "classes": classes, "predictions": said, "probabilities": rows}
+    if asked.labels is not None:
+        right = sum(one == true for one, true in zip(said, asked.labels, strict=True))
+        result |= {"right": right, "accuracy": right / len(said)}
+    if out is not None:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["row", "prediction", *(f"p({one})" for one in classes)])
+        for number, (one, row) in enumerate(zip(said, rows, strict=True)):
+            writer.writerow([number, _as_text(one), *(f"{p:.6f}" for p in row)])
+        write_bytes(out, text.getvalue().encode())
+    return result
+
+
+def show_scores(result: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("head")
+    for column in ("accuracy", "± 95 %"):
+        table.add_column(column, justify="right")
+    for name, line in result["heads"].items():
+        table.add_row(name, f"{line['accuracy']:.2%}", f"{line['interval']:.2%}")
+    console().print(table)
+    rows, columns = result["features"]
+    typer.echo(
+        f"{rows} rows of {columns} features, {result['classes']} classes; {result['ways']}-way {result['shots']}-shot, "
+        f"{result['queries']} queries a class, {result['episodes']} episodes of classes that did not choose anything."
+    )
+
+
+def show_answers(result: dict[str, Any]) -> None:
+    counts = Counter(result["predictions"])
+    listed = ", ".join(f"{counts[name]} {name}" for name in result["classes"] if counts[name])
+    typer.echo(f"{len(result['predictions'])} rows by {result['learner']}: {listed}.")
+    if "accuracy" in result:
+        typer.echo(f"Accuracy {result['accuracy']:.1%}: {result['right']} of {len(result['predictions'])} rows.")

@@ -1,0 +1,62 @@
+"""`bilevel heads --features file.npz`: few-shot classifiers on the features of a network of your own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bilevel.cli._output import check_writable
+from bilevel.cli.train import THREADS
+from bilevel.errors import BilevelError
+
+
+def command(
+    features: Annotated[
+        Path, typer.Option(metavar="FILE.npz", help="The arrays `features` (rows × numbers) and `labels`.")
+    ],
+    query: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.npz", help="Classify these `features` by the labelled ones, instead of comparing."),
+    ] = None,
+    learner: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A head; may be repeated when heads are compared. All if not given; with --query, ridge-head."
+        ),
+    ] = None,
+    ways: Annotated[int, typer.Option(min=2, help="Classes in an episode.")] = 5,
+    shots: Annotated[int, typer.Option(min=1, help="Labelled rows of each class.")] = 1,
+    queries: Annotated[int, typer.Option(min=1, help="Rows of each class to classify.")] = 15,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes to choose T, and as many to test.")] = 600,
+    seed: Annotated[int, typer.Option(min=0, help="Of the episodes and of the halves of classes.")] = 0,
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="With --query: write all probabilities.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    threads: THREADS = None,
+) -> None:
+    """Compare few-shot heads on features that any network has computed, or classify new ones with a head.
+
+    Without --query, episodes are drawn from the labelled features: half of the classes choose the centre of the
+    features and T, and the accuracy is that on the others. Write the file with np.savez(path, features=…, labels=…).
+    """
+    if csv is not None:
+        if query is None:
+            raise BilevelError("--csv is for the answers about --query; pass the new features too.")
+        check_writable(csv, f"--csv {csv}")
+    if query is not None and learner is not None and len(learner) > 1:
+        raise BilevelError(f"--query takes one head, and {len(learner)} were named; pass one --learner.")
+
+    from bilevel.cli import _heads
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    if query is None:
+        result = _heads.compare(features, tuple(learner or ()), ways, shots, queries, episodes, seed)
+        typer.echo(json.dumps(result, indent=1)) if as_json else _heads.show_scores(result)
+        return
+    found = _heads.classify(features, query, learner[0] if learner else "ridge-head", csv)
+    typer.echo(json.dumps(found, indent=1)) if as_json else _heads.show_answers(found)
