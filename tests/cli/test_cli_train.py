@@ -147,10 +147,10 @@ def test_a_closed_terminal_and_a_time_budget_save(tmp_path):
     folder = tmp_path / "run"
     terminal, end = pty.openpty()
     # A session of its own, whose terminal this is; the kernel sends SIGHUP when the other end is closed.
-    code = (
-        "import fcntl, runpy, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = ['bilevel', *sys.argv[1:]]"
-    )
-    code += "; runpy.run_module('bilevel', run_name='__main__')"
+    # Under nohup these tests would ignore that signal, and so would everything they start.
+    code = "import fcntl, runpy, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    code += "fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv = ['bilevel', *sys.argv[1:]]; "
+    code += "runpy.run_module('bilevel', run_name='__main__')"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words(folder, "--iterations", 100_000)],
         **dict.fromkeys(("stdin", "stdout", "stderr"), end),
@@ -163,7 +163,10 @@ def test_a_closed_terminal_and_a_time_budget_save(tmp_path):
         if select.select([terminal], [], [], 0.05)[0]:
             _read(terminal)
     os.close(terminal)
-    assert process.wait(120) == 128 + signal.SIGHUP
+    try:
+        assert process.wait(120) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
     first = int(RunFolder(folder).checkpoints.files()[-1].stem)
     done = here("train", "--resume", "--out", folder, "--iterations", first + 3, "--hours", 1e-9)
     assert done.exit_code == 75 and f"Stopped by its time budget after hyperiteration {first}." in done.output
