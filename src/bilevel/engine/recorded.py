@@ -61,8 +61,8 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in trees.tensors(result):
-            if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).data_ptr() not in self.known:
-                key, size = storage.data_ptr(), storage.nbytes()
+            if tensor.layout == torch.strided and (storage := tensor.untyped_storage())._cdata not in self.known:
+                key, size = storage._cdata, storage.nbytes()
                 self.known.add(key)
                 self.now += size
                 self.peak = max(self.peak, self.now)
