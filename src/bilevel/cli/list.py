@@ -38,7 +38,7 @@ def command(
     elif what in ROOMS:
         # Only here is torch imported: a room's classes are found by importing its files.
         found = importlib.import_module(ROOMS[what]).find()
-        columns([(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in sorted(found.items())])
+        columns([(name, *_description(kind)) for name, kind in sorted(found.items())])
     elif what in experiments.find():
         _settings(what)
     else:
@@ -46,6 +46,14 @@ def command(
         raise BilevelError(
             f"There is no list of {what!r}.{experiments.did_you_mean(what, known)} Pass one of: {', '.join(known)}."
         )
+
+
+def _description(kind: type) -> tuple[str, ...]:
+    """The first line of a class; of a learner, its strategy and the first line of its file, which names the paper."""
+    strategy = getattr(kind, "strategy", None)
+    text = inspect.getdoc(kind) if strategy is None else inspect.getmodule(kind).__doc__
+    first = (text or "").partition("\n")[0]
+    return (first,) if strategy is None else (strategy, first)
 
 
 def _settings(name: str) -> None:

@@ -150,7 +150,7 @@ class FewShotTraining:
 
     def _groups(self, iteration: int) -> list[range]:
         """The places in the stream of a hyperiteration, in groups that are computed together."""
-        return self.stream.groups(iteration, self.learner.chunk)
+        return self.stream.groups(iteration, self.learner.group_size(self.settings.meta_batch))
 
     def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
         return self.learner.representation.each(self._sum, groups)
