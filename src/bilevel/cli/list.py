@@ -11,6 +11,7 @@ from typing import Annotated, get_type_hints
 import typer
 
 from bilevel import experiments
+from bilevel.cli._output import printable
 from bilevel.errors import BilevelError
 from bilevel.experiments.overrides import as_text, describe
 
@@ -73,6 +74,7 @@ def _settings(name: str) -> None:
 def columns(rows: Sequence[Sequence[str]]) -> None:
     """Print rows with their columns aligned; plain text, because importing a table library would take longer than the
     listing."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
