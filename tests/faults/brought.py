@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import zipfile
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from bilevel.data.files import ArchiveLimits, gunzip, open_tree, read_file
 from bilevel.data.folder import Folder
 from bilevel.data.pictures import open_picture
 from bilevel.data.preparation import Preparation, prepared
+from bilevel.files import write_json
+from bilevel.learners.configuration import read_configuration
+from bilevel.learners.features import CachedFeatures
 from bilevel.learners.recipes import Recipe
+from bilevel.learners.settings import TrainingSettings
 from bilevel.tabular.reading import read_table
 from faults import healthy
 from faults.judging import Attack
@@ -136,6 +141,33 @@ def _toml(folder: Path) -> Path:
     return folder / "recipe.toml"
 
 
+def use_configuration(file: Path):
+    """As `bilevel train --config` reads it."""
+    return TrainingSettings(**read_configuration(file).settings).plain()
+
+
+def _configuration(folder: Path, end: str) -> Path:
+    settings = {"ways": 5, "shots": 1, "lr": 0.001, "dataset": "glyphs", "batch_norm": "support", "normalise": True}
+    if end == "json":
+        write_json(folder / "config.json", {"settings": settings, "threads": 2}, sealed=True)
+    else:
+        sign = {"toml": " = ", "yaml": ": "}[end]
+        lines = [f"{name}{sign}{json.dumps(value)}" for name, value in settings.items()]
+        (folder / f"config.{end}").write_text("\n".join(lines) + "\n")
+    return folder / f"config.{end}"
+
+
+def use_features(file: Path):
+    found = CachedFeatures.load(file)
+    return found.features.tolist(), found.labels
+
+
+def _features(folder: Path) -> Path:
+    table = np.random.default_rng(0).normal(size=(8, 5))
+    CachedFeatures.of(table, list("aabbccdd")).save(folder / "features.npz")
+    return folder / "features.npz"
+
+
 def _picture(folder: Path, kind: str, options: dict, colour: bool) -> Path:
     picture: Image.Image = healthy.drawing(1, 0, 40)
     if colour:
@@ -171,5 +203,15 @@ def attacks() -> list[Attack]:
         Attack("gzip file", _gz, lambda file: gunzip(file, ArchiveLimits().member)),
         Attack("picture in a folder", _classes, use_folder, lambda found, wanted: found[0] == 6 or bool(found[1])),
         Attack("picture among queries", _classes, use_queries, lambda found, wanted: found[0] == 2 or bool(found[2])),
+        *(
+            Attack(
+                f"configuration, {end}",
+                lambda folder, end=end: _configuration(folder, end),
+                use_configuration,
+                *(() if end == "json" else (anything,)),
+            )
+            for end in ("toml", "yaml", "json")
+        ),
+        Attack("features, npz", _features, use_features, lambda found, wanted: found == wanted),
         Attack("recipe in TOML", _toml, lambda file: Recipe.load(file).plain(), anything, weight=2),
     ]
