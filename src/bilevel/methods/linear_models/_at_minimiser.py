@@ -19,6 +19,8 @@ from bilevel.structures.penalties import FunctionOfLam
 
 # Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × right sides × size.
 Solver: TypeAlias = Callable[[Tensor], Tensor]
+# A function of λ that enters ∇L, and q ↦ ⟨q, ∂∇L⟩ with the derivative in its values.
+Enters: TypeAlias = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +32,14 @@ class Minimum:
         solve: H_k⁻¹ b_k for every fold (on the support of w_k, where there is an L1 penalty), for one b of the shape of
             w or for many: folds × right sides × outputs × features.
         apart: H_k has a block for each output and no others.
-        more: functions of λ beside the penalties at which w is the minimiser, and the derivative of ∇L in their values.
+        more: what enters ∇L beside the penalties.
         bytes: what the Hessians or their factors take.
     """
 
     w: Tensor
     solve: Callable[[Tensor], Tensor]
     apart: bool = True
-    more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
+    more: tuple[Enters, ...] = ()
     bytes: int = 0
 
     def solved_rows(self, rows: Tensor) -> Tensor:
@@ -64,6 +66,8 @@ class MinimiserMethod(Method):
 
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
+    # Whether the weights of rows may depend on λ.
+    weighs_rows: ClassVar[bool] = False
 
     def __call__(self, process: Process) -> Hypergradient:
         with torch.no_grad():
@@ -86,13 +90,22 @@ class MinimiserMethod(Method):
             )
         if callable(bound.task.train):
             raise BilevelError(f"{name} needs one batch for all steps; task.train is a function. Use Reverse().")
+        if getattr(process.problem.inner, "weight", None) is not None and not self.weighs_rows:
+            raise BilevelError(
+                f"{name} takes the weights of rows from the data, but {wanted.__name__}(weight=…) computes them from "
+                "λ. Use NewtonLinear()."
+            )
         self.check_dynamics(process)
 
     def kind_of_data(self, process: Process) -> Hashable:
         """Functions that this package differentiates by hand are the same for all sizes of the data."""
-        inner, outer = process.problem.inner, process.problem.outer
+        inner: Any = process.problem.inner
+        outer = process.problem.outer
         by_hand = isinstance(outer, DeclaredOuter) and isinstance(outer.extra, FunctionOfLam)
-        if process.encoded or not by_hand or not isinstance(getattr(inner, "penalty", None), FunctionOfLam):
+        functions = [getattr(inner, "penalty", None)]
+        if getattr(inner, "weight", None) is not None:
+            functions.append(inner.weight)
+        if process.encoded or not by_hand or not all(isinstance(f, FunctionOfLam) for f in functions):
             return super().kind_of_data(process)
         task = process.bound.task
         data = (process.start, *process.variables, *task.train, *task.val)
@@ -126,7 +139,7 @@ class MinimiserMethod(Method):
         beside: Tensor | None = None,
         kept: Any = None,
         penalty_slope: Tensor | None = None,
-        more: Sequence[tuple[FunctionOfLam, Tensor]] = (),
+        more: Sequence[tuple[Callable[..., Tensor], Tensor]] = (),
         **stats: Any,
     ) -> Hypergradient:
         """The hypergradient from the adjoint q.
@@ -193,7 +206,7 @@ class LinearModelMethod(MinimiserMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
-        more = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        more = [(function, -bent(q)) for function, bent in found.more]
         memory = found.bytes + 4 * found.w.nbytes
         return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
 
