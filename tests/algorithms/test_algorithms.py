@@ -286,7 +286,9 @@ def test_lbfgsb_needs_fewer_hypergradients_than_descent():
     assert 3 * len(quasi.history["value"]) < len(plain.history["value"])
 
 
-@pytest.mark.parametrize("constraint", [None, bl.Box(-0.5, 0.9), bl.Ball(1.0), {"a": bl.Box(0, 0.2), "b": bl.Simplex()}])
+@pytest.mark.parametrize(
+    "constraint", [None, bl.Box(-0.5, 0.9), bl.Ball(1.0), {"a": bl.Box(0, 0.2), "b": bl.Simplex()}]
+)
 def test_spg_finds_the_minimiser_over_any_set(constraint):
     """Rosenbrock's function, whose curvatures differ a thousandfold: where λ = P(λ − ∇f), the gradient by autograd."""
     start = {"a": torch.tensor([0.1]).double(), "b": torch.tensor([0.4, 0.6]).double()}

@@ -1,4 +1,4 @@
-"""Spectral projected gradients: projected descent that chooses its own step sizes (Birgin, Martínez and Raydan, 2000)."""
+"""Spectral projected gradients, which choose their own step sizes (Birgin, Martínez and Raydan, 2000)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
@@ -45,7 +44,7 @@ class SPG(Algorithm):
 
     Reference: "Nonmonotone spectral projected gradient methods on convex sets" (SIAM J. Optim. 10, 2000).
 
-    >>> import bilevel as bl
+    >>> import torch, bilevel as bl
     >>> problem = bl.Problem(
     ...     inner=lambda w, lam, x: ((w - lam) ** 2).sum(),
     ...     outer=lambda w, lam, x: ((w - torch.tensor([1.0, 5.0])) ** 2).sum(),

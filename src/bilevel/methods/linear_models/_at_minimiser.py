@@ -19,8 +19,6 @@ from bilevel.structures.penalties import FunctionOfLam
 
 # Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × right sides × size.
 Solver: TypeAlias = Callable[[Tensor], Tensor]
-# A function of λ that enters ∇L, and q ↦ ⟨q, ∂∇L⟩ with the derivative in its values.
-Enters: TypeAlias = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,15 +30,17 @@ class Minimum:
         solve: H_k⁻¹ b_k for every fold (on the support of w_k, where there is an L1 penalty), for one b of the shape of
             w or for many: folds × right sides × outputs × features.
         apart: H_k has a block for each output and no others.
-        more: what enters ∇L beside the penalties.
+        more: functions of λ beside the penalties at which w is the minimiser, and the derivative of ∇L in their values.
         bytes: what the Hessians or their factors take.
+        in_weights: q ↦ ⟨q, ∂∇L⟩ with the derivative in the weights of rows, where these depend on λ.
     """
 
     w: Tensor
     solve: Callable[[Tensor], Tensor]
     apart: bool = True
-    more: tuple[Enters, ...] = ()
+    more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
     bytes: int = 0
+    in_weights: Callable[[Tensor], Tensor] | None = None
 
     def solved_rows(self, rows: Tensor) -> Tensor:
         """x_i H_k⁻¹ for the rows x_i of every fold, folds × rows × features.
@@ -206,7 +206,10 @@ class LinearModelMethod(MinimiserMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
-        more = [(function, -bent(q)) for function, bent in found.more]
+        more: list[Any] = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        if found.in_weights is not None and not process.encoded:
+            inner: Any = process.problem.inner
+            more.append((inner.weight, -found.in_weights(q)))
         memory = found.bytes + 4 * found.w.nbytes
         return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
 

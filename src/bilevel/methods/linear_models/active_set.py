@@ -69,7 +69,7 @@ class ActiveSet(LinearModelMethod):
                 "ActiveSet(strengths=…) has other values than the L1 penalty of the dynamics. Pass the same "
                 "function to both, or leave strengths out."
             )
-        return Minimum(w, solve, more=((self.strengths, lambda q: (q * w.sign()).sum((0, 1))),))
+        return Minimum(w, solve, more=((self.strengths, w.sign()),))
 
     def at_minimiser(self, process: Process) -> Hypergradient:
         if self.strengths is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import Enters, LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
 from bilevel.structures.linear_models import LinearModels, RowBatch
 from bilevel.structures.losses import SquaredError
 from bilevel.trees import Tree
@@ -49,8 +49,13 @@ class NewtonLinear(LinearModelMethod):
         w, scores = minimise(rows, w, solver, self.tol)
         solve = solver(scores)
         apart = w.shape[1] == 1 or isinstance(rows.model.loss, SquaredError)
-        more = () if process.encoded else rows.in_weights(scores)
-        return Minimum(w, lambda right: solve(right, self.tol, process.adjoint), apart, more, scores.nbytes)
+        return Minimum(
+            w,
+            lambda right: solve(right, self.tol, process.adjoint),
+            apart,
+            bytes=scores.nbytes,
+            in_weights=None if rows.model.weight is None else lambda q: rows.in_weights(scores, q),
+        )
 
 
 class PenalisedRows:
@@ -74,12 +79,9 @@ class PenalisedRows:
         pulls = self.weight[:, None] * self.model.loss.slopes(scores, self.y)
         return self.model.transposed(pulls, self.X) + self.model.pulled(w, self.alpha)
 
-    def in_weights(self, scores: Tensor) -> tuple[Enters, ...]:
-        """How ω enters ∇L; nothing where ω = 1."""
-        if self.model.weight is None:
-            return ()
-        slopes = self.model.loss.slopes(scores, self.y)
-        return ((self.model.weight, lambda q: (self.share * (slopes * self.scores(q)).sum(1)).sum(0)),)
+    def in_weights(self, scores: Tensor, q: Tensor) -> Tensor:
+        """⟨q, ∂∇L⟩ with the derivative in ω."""
+        return (self.share * (self.model.loss.slopes(scores, self.y) * self.scores(q)).sum(1)).sum(0)
 
     def cholesky(self, scores: Tensor) -> Solve:
         factors = factorised(self.hessians(scores))
