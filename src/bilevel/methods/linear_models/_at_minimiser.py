@@ -214,10 +214,12 @@ class LinearModelMethod(MinimiserMethod):
         return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
 
 
-def by_leave_one_out(process: Process) -> bool:
-    """Whether the outer objective is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
-    inner, outer, encoded = process.problem.inner, process.problem.outer, process.encoded
-    return isinstance(outer, LeaveOneOut) and outer.penalty is getattr(inner, "penalty", None) and not encoded
+def by_leave_one_out(process: Process) -> LeaveOneOut | None:
+    """The outer objective if it is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
+    inner, outer = process.problem.inner, process.problem.outer
+    if not isinstance(outer, LeaveOneOut) or outer.penalty is not getattr(inner, "penalty", None) or process.encoded:
+        return None
+    return outer
 
 
 def started(process: Process) -> Tensor:
