@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-quick lint docs bench search clean
+.PHONY: demo test test-quick lint docs bench search faults clean
 
 demo: $(VENV)/installed
 	$(BIN)/bilevel demo
@@ -32,6 +32,10 @@ bench: $(VENV)/installed-dev
 # Random problems, compared with differences, for as long as it takes.
 search: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m search --problems 10000
+
+# Damaged and forged files, kills, full disks: every end is a right load or a sentence.
+faults: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/api docs/gallery

@@ -1,7 +1,7 @@
 """One solver on one problem of benchmark_bilevel, timed until it reaches a target.
 
-As a program: `python -m referee.arena CHECKOUT PROBLEM SEED SECONDS TARGET SOLVER …` prints a JSON object with the
-curve of each. Ours and theirs go through the interface of benchopt: `set_objective` (compilation, not timed),
+As a program: `python -m referee.arena CHECKOUT PROBLEM SEED SECONDS TARGET SOLVER …` prints a JSON object for
+each. Ours and theirs go through the interface of benchopt: `set_objective` (compilation, not timed),
 `run(callback)`, `get_result`. The clock stops while the callback evaluates, as in benchopt.
 """
 
@@ -21,6 +21,8 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
+# How the files of our solvers begin.
+OURS = "bilevel_"
 
 
 @dataclass(frozen=True)
@@ -96,27 +98,48 @@ def _link_mnist() -> None:
 
 
 class Clock:
-    """The callback: the time of the solver alone, and the value of the metric at each call."""
+    """The callback: the processor time of the solver alone, and what the judge says at each call.
+
+    Attributes:
+        values: seconds, iterations and the metric, wherever the metric is better than before.
+        losses: the same for the outer objective.
+    """
 
     def __init__(self, judge: Any, solver: Any, seconds: float, target: float) -> None:
         self.judge, self.solver, self.seconds, self.target = judge, solver, seconds, target
-        self.times: list[float] = []
-        self.values: list[float] = []
-        self.spent, self.began = 0.0, time.process_time()
+        self.frequency = getattr(solver, "eval_freq", 1)
+        self.values: list[list[float]] = []
+        self.losses: list[list[float]] = []
+        self.calls, self.spent, self.began = -1, 0.0, time.process_time()
 
     def __call__(self) -> bool:
-        result = self.solver.get_result() if self.times else None
-        if result is not None:
-            import jax
+        import jax
 
-            jax.block_until_ready(result)
+        self.calls += 1
+        result = jax.block_until_ready(self.solver.get_result()) if self.calls else None
         self.spent += time.process_time() - self.began
         result = result or {"inner_var": self.judge.inner_var0, "outer_var": self.judge.outer_var0}
-        self.times.append(self.spent)
-        self.values.append(float(self.judge.evaluate_result(**result)["value"]))
-        going = self.spent < self.seconds and self.values[-1] > self.target and self.values[-1] < 1e6
+        value = float(self.judge.evaluate_result(**result)["value"])
+        loss = float(self.judge.f_outer(**result, start=0, batch_size=self.judge.n_samples_outer))
+        for best, found in ((self.values, value), (self.losses, loss)):
+            rounded = float(f"{found:.6g}")
+            if not best or rounded < best[-1][2]:
+                best.append([round(self.spent, 5), self.iterations, rounded])
+        going = self.spent < self.seconds and self.target < value < 1e6
         self.began = time.process_time()
         return going
+
+    @property
+    def iterations(self) -> int:
+        return self.calls * self.frequency
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "values": self.values,
+            "losses": self.losses,
+            "seconds": round(self.spent, 4),
+            "iterations": self.iterations,
+        }
 
 
 def published(checkout: Path, problem: str) -> dict[str, dict[str, Any]]:
@@ -142,23 +165,23 @@ def _number(text: str) -> Any:
 
 
 def run(checkout: Path, problem: str, judge: Any, name: str, seed: int, seconds: float, target: float) -> Any:
-    """The curve of one solver; the reason where it cannot run."""
+    """What one solver reached and when; the reason where it cannot run."""
     kind = module(solver_file(checkout, name), "solver").Solver
-    given = {**published(checkout, problem).get(name, {}), "random_state": 1 + seed, **PROBLEMS[problem].frequency}
+    settings = published(checkout, problem).get(name.removeprefix(OURS), {})
+    given = {**settings, "random_state": 1 + seed, **PROBLEMS[problem].frequency}
     solver = kind.get_instance(**{key: value for key, value in given.items() if key in kind.parameters})
     clock = Clock(judge, solver, seconds, target)
+    found = {"solver": name, "label": kind.name, "published": bool(settings)}
+    skipped, reason = solver.skip(**judge.get_objective())
+    if skipped:
+        return {**found, "error": reason}
     try:
         solver.set_objective(**judge.get_objective())
         clock.began = time.process_time()
         solver.run(clock)
-    except Exception as error:  # a solver of theirs that this problem or version of JAX does not suit
-        return {
-            "solver": name,
-            "times": clock.times,
-            "values": clock.values,
-            "error": f"{type(error).__name__}: {error}"[:200],
-        }
-    return {"solver": name, "times": clock.times, "values": clock.values}
+    except Exception as error:  # a solver that this problem or version of JAX does not suit
+        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return {**found, **clock.report()}
 
 
 if __name__ == "__main__":

@@ -13,56 +13,104 @@ from benchopt.stopping_criterion import SufficientProgressCriterion
 from torch import Tensor
 
 import bilevel as bl
-from referee.objectives import Bridged, checked
+from referee.objectives import Bridged, bridged, kind_of
 
 
 class TorchSolver(BaseSolver):
-    """A call of `bilevel.solve`. A subclass writes `solve`; the callback of benchopt is a callback of `solve`."""
+    """A call of `bilevel.solve`, which calls benchopt's callback. A subclass writes `prepare` and `solve`."""
 
     stopping_criterion = SufficientProgressCriterion(patience=1000, strategy="callback")
     requirements = ("pip::bilevel",)
     parameters: ClassVar[dict[str, Any]] = {}
+    # The kinds of problems that it is for.
+    kinds: ClassVar[tuple[str, ...]] = ("quadratics", "logistic", "cleaning")
+
+    def skip(self, **objective: Any) -> tuple[bool, str | None]:
+        kind = kind_of(objective["f_inner"])
+        return (True, f"not a solver for {kind}") if kind not in self.kinds else (False, None)
 
     def set_objective(
         self, f_inner: Any, f_outer: Any, n_inner_samples: int, n_outer_samples: int, inner_var0: Any, outer_var0: Any
     ) -> None:
-        self.bridged = checked(f_inner, f_outer, inner_var0, outer_var0)
         self.w0, self.lam0 = (torch.from_numpy(np.array(x)) for x in (inner_var0, outer_var0))
         self.inner_var, self.outer_var = self.w0, self.lam0
-        # The warm-up of the others compiles; this one fills the caches of the libraries.
+        self.prepare(bridged(f_inner, f_outer))
+        # The warm-up of the others compiles; this one makes the checks of the problem, which then are remembered.
         self.run_once(2)
+
+    def prepare(self, ours: Bridged) -> None:
+        """Declare the problem. Anything computed from the data belongs into `solve`, which is timed."""
+        raise NotImplementedError
+
+    def solve(self, show: Callable[[Any], bool]) -> None:
+        """Call `minimise`."""
+        raise NotImplementedError
+
+    def result(self, here: bl.Iteration) -> tuple[Tensor, Tensor]:
+        """w and λ of the referee's problem at a hyperiteration."""
+        return here.hypergradient.inner, here.lam
 
     def run(self, callback: Callable[[], bool]) -> None:
         self.inner_var, self.outer_var = self.w0, self.lam0
+        frequency = getattr(self, "eval_freq", 1)
         if callback():
 
-            def show(here: Any) -> bool:
-                self.outer_var, self.inner_var = here.lam, here.hypergradient.inner
+            def show(here: bl.Iteration) -> bool:
+                if (here.k + 1) % frequency:
+                    return False
+                self.inner_var, self.outer_var = self.result(here)
                 return not callback()
 
-            self.solve(self.bridged, show)
-
-    def solve(self, ours: Bridged, show: Callable[[Any], bool]) -> None:
-        raise NotImplementedError
+            self.solve(show)
 
     def get_result(self) -> dict[str, Any]:
-        like = self.w0, self.lam0
-        found = (
-            x.detach().reshape(y.shape).to(y.dtype) for x, y in zip((self.inner_var, self.outer_var), like, strict=True)
+        found = ((self.inner_var, self.w0), (self.outer_var, self.lam0))
+        parts = (x.detach().reshape(like.shape).to(like.dtype).numpy() for x, like in found)
+        return dict(zip(("inner_var", "outer_var"), map(jnp.asarray, parts), strict=True))
+
+
+class StochasticSolver(TorchSolver):
+    """One of our single-loop algorithms, with the settings of the referee's solver of that name, on the same batches.
+
+    Step sizes are step_size / (k + 1)^a for w and step_size / outer_ratio / (k + 1)^b for λ. Where the size of a batch
+    does not divide the number of samples, the nearest size that does is taken.
+    """
+
+    parameters: ClassVar[dict[str, Any]] = {
+        "step_size": [0.1],
+        "outer_ratio": [1.0],
+        "batch_size": [64],
+        "eval_freq": [16],
+        "random_state": [1],
+    }
+    # (a, b), as in the referee's solver.
+    exponents: ClassVar[tuple[float, float]] = (0.0, 0.0)
+
+    def prepare(self, ours: Bridged) -> None:
+        self.problem = ours.problem(self.w0)
+        train, val = (
+            bl.FixedBatches(data, nearest_divisor(len(data[0]), self.batch_size), self.random_state)
+            for data in (ours.train, ours.val)
         )
-        return dict(zip(("inner_var", "outer_var"), (jnp.asarray(x.numpy()) for x in found), strict=True))
+        self.task = bl.Task(train, val)
+
+    def algorithm(self, **step_sizes: Any) -> bl.Algorithm:
+        """The algorithm with its other settings."""
+        raise NotImplementedError
+
+    def solve(self, show: Callable[[Any], bool]) -> None:
+        (a, b), outer = self.exponents, self.step_size / self.outer_ratio
+        sizes = {"inner_lr": lambda k: self.step_size / (k + 1) ** a, "outer_lr": lambda k: outer / (k + 1) ** b}
+        algorithm = self.algorithm(**sizes, seed=self.random_state)
+        minimise(self.problem, self.lam0, self.task, show, algorithm=algorithm)
 
 
 def minimise(problem: bl.Problem, lam: Tensor, task: bl.Task, show: Callable[[Any], bool], **settings: Any) -> None:
-    """`solve` with what all solvers here share."""
+    """`solve` until the callback ends it."""
     bl.solve(
-        problem,
-        lam,
-        task,
-        dynamics=bl.GradientDescent(0.1),
-        iterations=10**6,
-        callbacks=[show],
-        progress=False,
-        raise_on_failure=True,
-        **settings,
-    )
+        problem, lam, task, iterations=10**7, callbacks=[show], progress=False, raise_on_failure=True, **settings
+    )  # fmt: skip
+
+
+def nearest_divisor(number: int, size: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - size))

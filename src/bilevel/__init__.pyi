@@ -8,6 +8,7 @@ from .algorithms.lbfgsb import LBFGSB as LBFGSB
 from .algorithms.mrbo import MRBO as MRBO
 from .algorithms.saba import SABA as SABA
 from .algorithms.soba import SOBA as SOBA
+from .algorithms.spg import SPG as SPG
 from .algorithms.srba import SRBA as SRBA
 from .algorithms.stocbio import StocBiO as StocBiO
 from .algorithms.sustain import SUSTAIN as SUSTAIN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
+
+# In sealed JSON: the digest of everything else.
+CHECKSUM = "checksum"
 
 
 class NotWritten(BilevelError):
@@ -37,19 +41,42 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise not_written(path, error) from error
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, *, sealed: bool = False) -> None:
+    """Replace the file by this content.
+
+    Args:
+        path: of the file.
+        content: in JSON's types.
+        sealed: add a checksum to an object, so that `read_json` notices damage that is still JSON.
+    """
+    if sealed:
+        content = {**content, CHECKSUM: _digest(content)}
     write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
+    """The content of the file, without the checksum; a BilevelError says what is wrong with it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        # Whole numbers without end are JSON too; as floats they are infinite.
+        found = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda x: int(x) if len(x) < 300 else float(x))
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise BilevelError(f"{path} is not valid JSON ({error}).") from error
     except RecursionError as error:
         raise BilevelError(f"{path} is JSON that is nested too deeply to be read.") from error
+    if isinstance(found, dict) and CHECKSUM in found and found.pop(CHECKSUM) != _digest(found):
+        raise BilevelError(
+            f"{path} is damaged, or was changed by hand: its content does not match its {CHECKSUM}. Restore it; or, if "
+            f"the change is meant, remove the line {CHECKSUM!r} from it."
+        )
+    return found
+
+
+def _digest(content: Any) -> str:
+    """Of the content as it is read back, whatever the order of its keys."""
+    plain = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _umask() -> int:

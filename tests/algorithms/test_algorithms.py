@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 
 import bilevel as bl
 from bilevel import algorithms, trees
+from bilevel.constraints import as_constraint
 from bilevel.testing import check_algorithm, relative_error
 from bilevel.testing.problems import examples
 
@@ -46,6 +47,10 @@ def instances(all_kinds=False):
 
 def flat(lam):
     return torch.cat([lam["a"], lam["b"]])
+
+
+def rosenbrock(x):
+    return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
 
 
 def test_the_folder_is_read():
@@ -231,10 +236,6 @@ def new_box():
 @pytest.mark.parametrize("box", [None, (-1.0, 2.5)], ids=["free", "box"])
 def test_lbfgsb_is_scipys(box):
     """Rosenbrock's function in four variables, evaluation by evaluation."""
-
-    def rosenbrock(x):
-        return (100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
-
     start = torch.tensor([0.5, 1.5, 0.5, 2.0], dtype=torch.float64)
     asked = []
 
@@ -283,6 +284,37 @@ def test_lbfgsb_needs_fewer_hypergradients_than_descent():
     )
     assert quasi.outcome.kind == "converged" and quasi.value <= plain.value + 1e-6
     assert 3 * len(quasi.history["value"]) < len(plain.history["value"])
+
+
+@pytest.mark.parametrize(
+    "constraint", [None, bl.Box(-0.5, 0.9), bl.Ball(1.0), {"a": bl.Box(0, 0.2), "b": bl.Simplex()}]
+)
+def test_spg_finds_the_minimiser_over_any_set(constraint):
+    """Rosenbrock's function, whose curvatures differ a thousandfold: where λ = P(λ − ∇f), the gradient by autograd."""
+    start = {"a": torch.tensor([0.1]).double(), "b": torch.tensor([0.4, 0.6]).double()}
+    problem = quadratic(lambda w, lam, x: rosenbrock(flat(w)))
+    sol = solve(bl.SPG(1e-13), problem, start, constraint=constraint, tol=None, iterations=500)
+    point = flat(sol.outer).requires_grad_()
+    (grad,) = torch.autograd.grad(rosenbrock(point), point)
+    moved = {"a": (point - grad)[:1].detach(), "b": (point - grad)[1:].detach()}
+    limit = as_constraint(constraint)
+    assert sol.outcome.kind == "converged"
+    assert torch.allclose(flat(moved if limit is None else limit.project(moved)), point.detach(), atol=1e-4)
+    assert sol.value < 0.9 * float(rosenbrock(flat(start)))
+
+
+def test_spg_ends_in_words():
+    zero = {"a": torch.zeros(1, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+    rising = quadratic(lambda w, lam, x: flat(w).sum())
+    corner = solve(bl.SPG(), rising, zero, tol=None, constraint=bl.Box(0, 1))
+    assert corner.outcome == "Converged after 0 steps: no point of Λ along −∇f_T is another."
+
+    def wrong_slope(w, lam, x):
+        return sum(v.abs().sum() + (v - v.detach()).sum() for v in w.values())
+
+    problem = bl.Problem(rising.inner, wrong_slope, rising.init, check_derivatives=False)
+    stuck = solve(bl.SPG(), problem, zero, tol=None)
+    assert "no step along the hypergradient improves f_T" in stuck.outcome and stuck.value == 0
 
 
 def test_lbfgsb_ends_in_words():
@@ -341,6 +373,9 @@ def test_what_an_algorithm_cannot_do_is_refused(settings, words):
         lambda: bl.LBFGSB(tol=-1),
         lambda: bl.LBFGSB(first_step=0),
         lambda: bl.LBFGSB(memory=1.5),
+        lambda: bl.SPG(memory=0),
+        lambda: bl.SPG(tol=-1),
+        lambda: bl.SPG(first_step=math.inf),
         lambda: bl.Descent(torch.optim.SGD([torch.zeros(1)], lr=1)),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bilevel.data import load
+from bilevel.files import read_json
 from bilevel.learners import evaluation, library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.evaluation import judge
@@ -137,7 +138,7 @@ def test_damaged_runs(run, tmp_path):
     write_tensors(other / "best.safetensors", {"0.weight": torch.zeros(2)}, {"inner_lr": 0.1})
     refused(here("evaluate", other), "The weights do not fit the network", "0.weight")
     edited = copy("edited")
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    config = read_json(run / "config.json")
     for changes, message in (
         ({"settings": {**config["settings"], "ways": "many"}}, "ways='many' is not a whole number"),
         ({"settings": {**config["settings"], "dropout": 1}}, "settings of another version: dropout"),

@@ -89,7 +89,7 @@ def test_a_damaged_folder_is_listed_with_what_is_wrong(make, tmp_path):
     found = {name: run["state"] for name, run in states(tmp_path / "runs").items()}
     assert found.pop("sound") == "finished" and not found.pop("strange").startswith("damaged")
     assert all(state.startswith("damaged: ") for state in found.values()) and len(found) == 4
-    assert "config.json cannot be read" in found["text"] and "not the configuration of a run" in found["other"]
+    assert "config.json is not valid JSON" in found["text"] and "not the configuration of a run" in found["other"]
     assert "no 'ways'" in found["old"] and "best.safetensors cannot be read" in found["cut"]
     shown = call(tmp_path / "runs")
     assert shown.exit_code == 0 and shown.stdout.count("damaged: ") == 4

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bilevel import BilevelError, learners
 from bilevel.dynamics.gradient_descent import GradientDescent
+from bilevel.learners.catalogue import maml
 from bilevel.learners.catalogue.anil import ANIL
 from bilevel.learners.catalogue.common_model import CommonModel
 from bilevel.learners.catalogue.imaml import IMAML, ConjugateSteps
@@ -53,6 +54,44 @@ def last(learner, batch, episode=0):
 
 
 # ------------------------------------------------------------------------------------------- initialisation
+
+
+def of_blocks(kind, **options):
+    """A learner whose network is of the blocks that are computed for several episodes together."""
+    torch.manual_seed(0)
+    first = [torch.nn.Conv2d(1, 4, 3, stride=2, padding=1, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU()]
+    second = [torch.nn.Conv2d(4, 3, 3, bias=False), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    return kind(torch.nn.Sequential(*first, *second, torch.nn.Flatten()), (1, 12, 12), **options)
+
+
+@pytest.mark.parametrize("name", ["maml", "first-order-maml", "meta-sgd", "common-model"])
+def test_episodes_together_are_episodes_one_by_one(name, monkeypatch):
+    """Three episodes of which one class has more images, in parts of two and one."""
+    batch = episodes(3)
+    support, labels = (x[:, 1:] for x in batch.train)  # class 0 has one image less
+    batch = Task((support, labels), batch.val)
+    learner = of_blocks(learners.get(name), inner_lr=0.2, steps=3)
+    monkeypatch.setattr(maml, "TOGETHER_BYTES", 2 * support[0].nbytes)
+    value, grads = learner.hypergradient(batch)
+    monkeypatch.setattr(learners.get(name), "stacks", False)
+    expected, others = learner.hypergradient(batch)
+    assert torch.allclose(value, expected, rtol=1e-12) and grads.keys() == others.keys()
+    assert_same(grads, others, rtol=1e-10)
+
+
+def test_the_hypergradient_of_maml_through_blocks_is_that_of_differences():
+    check_learner(of_blocks(MAML, inner_lr=0.2, steps=2))
+
+
+def test_methods_that_save_memory_take_one_episode_at_a_time(monkeypatch):
+    seen, problem = [], MAML._stacked
+    monkeypatch.setattr(MAML, "_stacked", lambda self, ways, count: seen.append(count) or problem(self, ways, count))
+    methods = (Reverse(), Reverse("sqrt"), Unrolled())
+    (expected, others), *found = (of_blocks(MAML, method=method).hypergradient(episodes(2)) for method in methods)
+    assert seen == [2, 1, 1, 2]
+    for value, grads in found:
+        assert torch.allclose(value, expected, rtol=1e-12)
+        assert_same(grads, others, rtol=1e-10)
 
 
 @pytest.mark.parametrize("head", ["zero", "learned"])

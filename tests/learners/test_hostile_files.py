@@ -63,7 +63,7 @@ def test_weights_that_are_no_finite_numbers(saved, damage, message):
 )
 def test_cards_with_impossible_values(saved, change, message):
     file = saved.with_suffix(".json")
-    card = json.loads(file.read_text())
+    card = read_json(file)
     file.write_text(json.dumps({**card, "learner": {**card["learner"], **change}}))
     with pytest.raises(BilevelError) as refused:
         library.find(str(saved))

@@ -22,11 +22,11 @@ def table(rows, features, intercept, outputs=2):
     return raw, (X, y, weight, share if intercept else torch.zeros_like(share))
 
 
-def problems(rows, features, intercept, penalty):
+def problems(rows, features, intercept, penalty, freedom=0.0):
     """The same problem from sums and from rows, with the method for each."""
     raw, (X, y, weight, own) = table(rows, features, intercept)
     val = (X, y, weight, own, torch.tensor(0.1).double())
-    outer = LeaveOneOut(penalty, lambda lam, c: c * lam.square().sum())
+    outer = LeaveOneOut(penalty, lambda lam, c: c * lam.square().sum(), freedom)
     init = lambda lam: torch.zeros(1, 2, features, dtype=torch.float64)  # noqa: E731
     sums = ((X.T @ (X * weight[:, None]))[None], ((y * weight) @ X)[None])
     yield raw, bl.Problem(LeastSquares(penalty), outer, init), bl.Task(sums, val), bl.NormalEquations()
@@ -52,13 +52,20 @@ def errors_of_refits(X, y, weight, alpha, intercept):
     return 0.5 * total / weight.sum()
 
 
-@pytest.mark.parametrize("intercept", [True, False])
+def degrees_of_freedom(X, weight, alpha):
+    gram = X.T @ (X * weight[:, None])
+    return torch.linalg.solve(gram + alpha.diag(), gram).trace()
+
+
+@pytest.mark.parametrize(("intercept", "freedom"), [(True, 0.0), (False, 0.0), (True, 0.7)])
 @pytest.mark.parametrize(("rows", "features"), [(25, 6), (12, 20)])
-def test_the_closed_form_is_the_error_of_refits(rows, features, intercept):
+def test_the_closed_form_is_the_error_of_refits(rows, features, intercept, freedom):
     lam = torch.randn(features).double()
-    for (X, y, weight), problem, task, method in problems(rows, features, intercept, GroupPenalties(features)):
+    penalty = GroupPenalties(features)
+    for (X, y, weight), problem, task, method in problems(rows, features, intercept, penalty, freedom):
         found = bl.hypergradient(problem, lam, task, method=method, **STILL)
-        wanted = errors_of_refits(X, y, weight, lam.exp(), intercept) + 0.1 * lam.square().sum()
+        price = freedom * degrees_of_freedom(task.val[0], weight, lam.exp()) / weight.sum()
+        wanted = errors_of_refits(X, y, weight, lam.exp(), intercept) + price + 0.1 * lam.square().sum()
         torch.testing.assert_close(found.value, wanted, rtol=1e-10, atol=0)
         implicit = bl.hypergradient(problem, lam, task, method=bl.Implicit(bl.Direct(), newton=1e-11), **STILL)
         torch.testing.assert_close(found.grad, implicit.grad, rtol=1e-8, atol=1e-10)

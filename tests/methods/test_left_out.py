@@ -9,7 +9,7 @@ from bilevel.methods.linear_models import NewtonLeftOut, NewtonLinear
 from bilevel.structures import GroupPenalties, LeftOutLoss, LinearModels, LogLoss, SquaredError
 
 
-def problem(classes, loss=None, rows=40, features=3, seed=0):
+def problem(classes, loss=None, rows=40, features=3, seed=0, freedom=0.0):
     draw = torch.Generator().manual_seed(seed)
     X = torch.randn(rows, features, generator=draw, dtype=torch.float64)
     scores = X @ torch.randn(features, max(classes, 2), generator=draw, dtype=torch.float64)
@@ -22,7 +22,7 @@ def problem(classes, loss=None, rows=40, features=3, seed=0):
     outputs = len(y)
     built = bl.Problem(
         model,
-        LeftOutLoss(model, lambda lam, strength: strength * lam.square().sum()),
+        LeftOutLoss(model, lambda lam, strength: strength * lam.square().sum(), freedom),
         init=lambda lam: lam.new_zeros(1, outputs, features + 1),
     )
     task = bl.Task((X, y, weight), (X, y, weight, torch.tensor(0.01, dtype=torch.float64)))
@@ -36,9 +36,9 @@ def found(problem, task, lam, method):
 LAM = torch.tensor([0.3, 1.2], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_the_gradient_is_that_of_differences_and_of_implicit_differentiation(classes):
-    built, task = problem(classes)
+@pytest.mark.parametrize(("classes", "freedom"), [(2, 0.0), (3, 0.0), (3, 0.7)])
+def test_the_gradient_is_that_of_differences_and_of_implicit_differentiation(classes, freedom):
+    built, task = problem(classes, freedom=freedom)
     ours = found(built, task, LAM, NewtonLeftOut())
     slopes = []
     for unit in torch.eye(2, dtype=torch.float64):

@@ -246,3 +246,32 @@ def test_losses_know_their_derivatives():
         v = torch.randn_like(scores)
         (bent,) = torch.autograd.grad((slopes * v).sum(), scores)
         torch.testing.assert_close(bent, loss.hessian_times(scores, v))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_weights_of_rows_that_depend_on_lam(outputs, dense):
+    """Data cleaning: λ has a weight for every row of the table."""
+    problem, _, task = rows_problem(LogLoss(), outputs=outputs)
+    table = bl.Task((task.train[0], task.train[1], task.train[2] / 30), task.val)
+    inner = LinearModels(LogLoss(), lambda lam: torch.full((6,), 0.1).double(), True, weight=torch.sigmoid)
+    cleaning = bl.Problem(inner, problem.outer, problem.init)
+    lam = torch.randn(30, dtype=torch.float64)
+    method = bl.NewtonLinear(tol=1e-11, dense=dense)
+    found = bl.hypergradient(cleaning, lam, table, method=method, **STILL)
+    agree(found, bl.hypergradient(cleaning, lam, table, method=REFERENCE, **STILL))
+    torch.testing.assert_close(found.grad, differences(cleaning, lam, table, method), rtol=1e-5, atol=1e-8)
+    for other in (bl.RowSpan(), bl.StaleNewton()):
+        with pytest.raises(bl.BilevelError, match=r"LinearModels\(weight=…\) computes them from λ. Use NewtonLinear"):
+            bl.hypergradient(cleaning, lam, table, method=other, **STILL)
+
+
+def test_a_large_tolerance_in_single_precision():
+    """What data cleaning needs: some per cent of accuracy, from float32 data, in few products."""
+    problem, lam, task = rows_problem(LogLoss(), rows=200, outputs=3)
+    exact = bl.hypergradient(problem, lam, task, method=REFERENCE, **STILL)
+    single = bl.Task(*(tuple(x.float() for x in part) for part in (task.train, task.val)))
+    rough = bl.hypergradient(problem, lam.float(), single, method=bl.NewtonLinear(tol=0.02, dense=False), **STILL)
+    assert rough.inner.dtype == torch.float32
+    torch.testing.assert_close(rough.grad.double(), exact.grad, rtol=0.05, atol=0.05 * float(exact.grad.abs().max()))
+    torch.testing.assert_close(rough.inner.double(), exact.inner, rtol=0.05, atol=0.02)

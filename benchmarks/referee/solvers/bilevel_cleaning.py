@@ -1,4 +1,4 @@
-"""A weight per example: `Implicit` with a few products per hyperiteration, warm starts, and large steps of λ."""
+"""A weight per example: `NewtonLinear` inside, spectral projected gradients outside."""
 
 from __future__ import annotations
 
@@ -6,30 +6,47 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import one_hot
 
 import bilevel as bl
+from bilevel.structures import HeldOutLoss, LinearModels, LogLoss
 from referee.bridge import TorchSolver, minimise
 from referee.objectives import Bridged
 
 
 class Solver(TorchSolver):
-    """w and the adjoint go on from one hyperiteration to the next, so each linear system needs few products."""
+    """The weights σ(λ) themselves are moved, in the box [0, 1]: L is linear in them. w starts from the last one."""
 
-    name = "bilevel Implicit"
-    parameters: ClassVar[dict[str, Any]] = {"lr": [3.0], "tol": [0.1], "newton": [0.1]}
+    name = "bilevel SPG, NewtonLinear"
+    kinds: ClassVar[tuple[str, ...]] = ("cleaning",)
+    # The factor of the scores in the outer objective; 1 in the referee's.
+    sharpness = 1.0
 
-    def skip(self, **objective: Any) -> tuple[bool, str | None]:
-        fits = len(objective["outer_var0"]) == objective["n_inner_samples"]
-        return not fits, None if fits else "a solver for a weight per example"
+    def prepare(self, ours: Bridged) -> None:
+        features, classes = ours.train[0].shape[1], int(ours.train[1].max()) + 1
 
-    def solve(self, ours: Bridged, show: Callable[[Any], bool]) -> None:
+        def rows(x: Any, y: Any) -> tuple[Any, ...]:
+            return x, one_hot(y, classes).T.to(x.dtype).contiguous(), torch.full((1, len(x)), 1 / len(x))
+
+        none, penalties = torch.zeros(()), torch.full((features,), 2 * ours.l2)
+        model = LinearModels(LogLoss(), lambda weights: penalties, weight=lambda weights: weights)
+        self.start = torch.zeros(1, classes, features)
+        self.problem = bl.Problem(model, HeldOutLoss(model, lambda weights, data: none), lambda weights: self.start)
+        self.task = bl.Task(rows(*ours.train[:2]), (*rows(self.sharpness * ours.val[0], ours.val[1]), none))
+
+    def solve(self, show: Callable[[Any], bool]) -> None:
         minimise(
-            ours.problem(self.w0),
-            self.lam0,
-            ours.task(),
+            self.problem,
+            self.lam0.sigmoid(),
+            self.task,
             show,
+            dynamics=bl.GradientDescent(0.1),
             steps=0,
-            start=self.w0,
-            method=bl.Implicit(bl.CG(tol=self.tol), newton=self.newton),
-            optimizer=lambda leaves: torch.optim.Adam(leaves, lr=self.lr, betas=(0.5, 0.9)),
+            start=self.start,
+            method=bl.NewtonLinear(tol=0.1, dense=False),
+            algorithm=bl.SPG(tol=0.0),
+            constraint=bl.Box(0, 1),
         )
+
+    def result(self, here: bl.Iteration) -> tuple[Any, Any]:
+        return here.hypergradient.inner[0].T, here.lam.logit(1e-6)

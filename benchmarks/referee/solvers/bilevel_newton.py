@@ -1,15 +1,14 @@
-"""A penalty per feature of a logistic regression: `NewtonLinear` inside, L-BFGS-B outside."""
+"""A penalty per feature of a logistic regression: `NewtonLinear` inside, spectral projected gradients outside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 import bilevel as bl
-from bilevel.structures.held_out import HeldOutLoss
-from bilevel.structures.losses import LogLoss
+from bilevel.structures import HeldOutLoss, LinearModels, LogLoss
 from referee.bridge import TorchSolver, minimise
 from referee.objectives import Bridged
 
@@ -17,29 +16,28 @@ from referee.objectives import Bridged
 class Solver(TorchSolver):
     """The inner objective declares that it is a linear model, and Newton's method solves it."""
 
-    name = "bilevel NewtonLinear"
+    name = "bilevel SPG, NewtonLinear"
+    kinds: ClassVar[tuple[str, ...]] = ("logistic",)
 
-    def skip(self, **objective: Any) -> tuple[bool, str | None]:
-        fits = objective["inner_var0"].shape == objective["outer_var0"].shape
-        return not fits, None if fits else "a solver for a penalty per feature"
-
-    def solve(self, ours: Bridged, show: Callable[[Any], bool]) -> None:
+    def prepare(self, ours: Bridged) -> None:
         def rows(data: Any) -> tuple[Any, ...]:
-            x, y = (part.double() for part in data)
-            return x, (y > 0).double()[None], torch.full((1, len(x)), 1 / len(x), dtype=torch.float64)
+            x, y = data
+            return x, (y > 0).to(x.dtype)[None], torch.full((1, len(x)), 1 / len(x))
 
-        model = bl.LinearModels(LogLoss(), torch.exp)
-        none = torch.zeros((), dtype=torch.float64)
-        start = torch.zeros(1, 1, len(self.w0), dtype=torch.float64)
-        problem = bl.Problem(model, HeldOutLoss(model, lambda lam, data: none), lambda lam: start)
-        task = bl.Task(rows(ours.train), (*rows(ours.val), none))
+        model, none = LinearModels(LogLoss(), torch.exp), torch.zeros(())
+        self.start = self.w0.view(1, 1, -1)
+        self.problem = bl.Problem(model, HeldOutLoss(model, lambda lam, data: none), lambda lam: self.start)
+        self.task = bl.Task(rows(ours.train), (*rows(ours.val), none))
+
+    def solve(self, show: Callable[[Any], bool]) -> None:
         minimise(
-            problem,
-            self.lam0.double(),
-            task,
+            self.problem,
+            self.lam0,
+            self.task,
             show,
+            dynamics=bl.GradientDescent(0.1),
             steps=0,
-            start=start,
-            method=bl.NewtonLinear(tol=1e-4),
-            algorithm=bl.LBFGSB(tol=0.0, max_iter=1000),
+            start=self.start,
+            method=bl.NewtonLinear(tol=0.1, dense=False),
+            algorithm=bl.SPG(tol=0.0, first_step=3.0),
         )

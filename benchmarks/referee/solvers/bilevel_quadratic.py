@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import bilevel as bl
 from referee.bridge import TorchSolver, minimise
@@ -13,22 +13,24 @@ from referee.objectives import Bridged
 class Solver(TorchSolver):
     """The mean of quadratics is a quadratic: its matrices are added up once, inside the time."""
 
-    name = "bilevel Implicit(CG)"
+    name = "bilevel LBFGSB, Implicit(CG)"
+    kinds: ClassVar[tuple[str, ...]] = ("quadratics",)
 
-    def skip(self, **objective: Any) -> tuple[bool, str | None]:
-        fits = "hess_inner" in objective["f_inner"].__wrapped__.__code__.co_freevars
-        return not fits, None if fits else "a solver for quadratics"
+    def prepare(self, ours: Bridged) -> None:
+        self.ours, self.start = ours, self.w0.double()
+        self.problem = bl.Problem(ours.inner, ours.outer, lambda lam: self.start)
 
-    def solve(self, ours: Bridged, show: Callable[[Any], bool]) -> None:
-        train, val = (tuple(part.mean(0, keepdim=True).double() for part in data) for data in (ours.train, ours.val))
-        start = self.w0.double()
+    def solve(self, show: Callable[[Any], bool]) -> None:
+        data = self.ours.train, self.ours.val
+        train, val = (tuple(part.mean(0, keepdim=True).double() for part in parts) for parts in data)
         minimise(
-            bl.Problem(ours.inner, ours.outer, lambda lam: start),
+            self.problem,
             self.lam0.double(),
             bl.Task(train, val),
             show,
+            dynamics=bl.GradientDescent(0.1),
             steps=0,
-            start=start,
-            method=bl.Implicit(bl.CG(tol=1e-6), newton=1e-6),
+            start=self.start,
+            method=bl.Implicit(bl.CG(tol=1e-5), newton=1e-5),
             algorithm=bl.LBFGSB(tol=0.0, max_iter=1000),
         )

@@ -58,7 +58,11 @@ def main() -> None:
     """The command, in a process of its own: the allocator and the display of warnings are set for the whole process."""
     keep_freed_memory()
     warnings.showwarning = _say  # type: ignore[assignment]
-    build()()
+    try:
+        build()()
+    except KeyboardInterrupt:  # before a command began, or after it ended
+        typer.echo("Interrupted.", err=True)
+        sys.exit(130)
 
 
 def _say(message: Warning | str, category: type[Warning], *where: Any) -> None:

@@ -83,7 +83,7 @@ def evaluate(
     result["calibration"] = calibrations[0].plain()
     if other is None and RunFolder(Path(spec)).exists():
         kept = {"weights": found.card["weights"], "calibrations": [one.plain() for one in calibrations]}
-        write_json(Path(spec) / library.CALIBRATION, kept)
+        write_json(Path(spec) / library.CALIBRATION, kept, sealed=True)
     if save is not None:
         if learner.has_steps:
             learner.steps = final.steps

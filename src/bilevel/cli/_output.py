@@ -72,3 +72,9 @@ def as_rich(table: TextTable, bold: int | None = None) -> RichTable:
 
 def _duration(minutes: float) -> str:
     return f"{minutes:.1f} minutes" if minutes >= 1 else f"{60 * minutes:.1f} seconds"
+
+
+def printable(name: str) -> str:
+    """A text from outside, such as the name of a file, with what no terminal or JSON can show written out."""
+    shown = name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)

@@ -53,7 +53,7 @@ def _enter(recipe: Recipe, path: Path, resume: bool) -> None:
         if RunFolder(path).exists():
             raise BilevelError(f"{path} holds a run in one stage already. Choose another folder with --out DIR.")
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / FILE, recipe.plain())
+        write_json(path / FILE, recipe.plain(), sealed=True)
         return
     if not resume:
         raise BilevelError(f"{path} holds a training in stages already. Continue it with --resume, or pass --out DIR.")
@@ -66,7 +66,7 @@ def _enter(recipe: Recipe, path: Path, resume: bool) -> None:
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
         raise BilevelError(f"The training in {path} has another recipe, so it cannot be continued:\n{listed}")
-    write_json(path / FILE, recipe.plain())
+    write_json(path / FILE, recipe.plain(), sealed=True)
 
 
 def _finished(stage: Path, settings: TrainingSettings) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ImageOps
 
+from bilevel.cli._output import printable
 from bilevel.data.drawings import is_drawing
 from bilevel.data.files import read_file
 from bilevel.data.folder import class_files, search
@@ -214,12 +215,6 @@ def _notes(found: PictureFiles, seen: Sequence[_Seen], preparation: Preparation)
     if cleaned:
         notes.append("; ".join(cleaned) + " (--no-clean: do not).")
     return notes
-
-
-def printable(name: str) -> str:
-    """The name of a file with what no terminal or JSON can show written out."""
-    shown = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
 
 
 def _named(files: Sequence[Path]) -> str:

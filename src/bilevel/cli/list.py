@@ -11,6 +11,7 @@ from typing import Annotated, get_type_hints
 import typer
 
 from bilevel import experiments
+from bilevel.cli._output import printable
 from bilevel.errors import BilevelError
 from bilevel.experiments.overrides import as_text, describe
 
@@ -38,7 +39,7 @@ def command(
     elif what in ROOMS:
         # Only here is torch imported: a room's classes are found by importing its files.
         found = importlib.import_module(ROOMS[what]).find()
-        columns([(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in sorted(found.items())])
+        columns([(name, *_description(kind)) for name, kind in sorted(found.items())])
     elif what in experiments.find():
         _settings(what)
     else:
@@ -46,6 +47,14 @@ def command(
         raise BilevelError(
             f"There is no list of {what!r}.{experiments.did_you_mean(what, known)} Pass one of: {', '.join(known)}."
         )
+
+
+def _description(kind: type) -> tuple[str, ...]:
+    """The first line of a class; of a learner, its strategy and the first line of its file, which names the paper."""
+    strategy = getattr(kind, "strategy", None)
+    text = inspect.getdoc(kind) if strategy is None else inspect.getmodule(kind).__doc__
+    first = (text or "").partition("\n")[0]
+    return (first,) if strategy is None else (strategy, first)
 
 
 def _settings(name: str) -> None:
@@ -65,6 +74,7 @@ def _settings(name: str) -> None:
 def columns(rows: Sequence[Sequence[str]]) -> None:
     """Print rows with their columns aligned; plain text, because importing a table library would take longer than the
     listing."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

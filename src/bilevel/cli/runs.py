@@ -13,7 +13,9 @@ import typer
 from bilevel import extras
 from bilevel.cli.list import columns
 from bilevel.errors import BilevelError
+from bilevel.files import read_json
 from bilevel.learners import ZOO
+from bilevel.learners.settings import TrainingSettings
 from bilevel.training.log import read_metrics
 
 # Nothing here imports torch: what is shown stands in JSON files.
@@ -74,21 +76,22 @@ def describe(path: Path) -> dict[str, Any]:
     run: dict[str, Any] = {"run": str(path), "changed": _changed(path)}
     try:
         return run | _described(path)
-    except KeyError as error:
-        return run | {"state": f"damaged: config.json has no {error}"}
-    except (BilevelError, OSError, TypeError, AttributeError) as error:
+    except (BilevelError, OSError) as error:
         return run | {"state": f"damaged: {error}"}
 
 
 def _described(path: Path) -> dict[str, Any]:
-    config = _read(path / "config.json")
+    config = read_json(path / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
         raise BilevelError("config.json is not the configuration of a run")
+    settings = TrainingSettings.of(config["settings"])
     known = ("dataset", "ways", "shots", "iterations", "batch_norm", "steps", "patience")
-    run = {"preset": config.get("preset"), **{name: config["settings"][name] for name in known}}
-    run["learner"] = config["settings"].get("learner", "hyper-representation")
-    learner = config.get("learner") or {}
-    if learner.get("name"):  # a card of version 0.1 names no learner, and the learner has all these settings
+    if lost := [name for name in known if name not in config["settings"]]:
+        raise BilevelError(f"config.json has no {lost[0]!r}")
+    run = {"preset": config.get("preset"), **{name: getattr(settings, name) for name in (*known, "learner")}}
+    learner = config.get("learner")
+    # A card of version 0.1 names no learner, and the learner has all these settings.
+    if isinstance(learner, dict) and learner.get("name"):
         run |= {name: learner.get(name) for name in ("batch_norm", "steps")}
     lines = read_metrics(path, lambda sentence: typer.echo(f"Note: {sentence}", err=True))
     scores = [(line["score"], line["iteration"], line.get("interval")) for line in lines if "score" in line]
@@ -141,13 +144,6 @@ def _damage(file: Path) -> str:
         return f"{file.name} cannot be read ({error})"
 
 
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BilevelError(f"{file.name} cannot be read ({error})") from error
-
-
 def _changed(path: Path) -> float:
     """When something was last written: seconds since 1970."""
     files = ("metrics.jsonl", "last.safetensors", "best.safetensors", "config.json")
@@ -157,7 +153,7 @@ def _changed(path: Path) -> float:
 def _model(card: Path) -> dict[str, Any]:
     model: dict[str, Any] = {"model": f"zoo:{card.stem}"}
     try:
-        content = _read(card)
+        content = read_json(card)
         settings, score = content["settings"], content.get("score", {})
         model |= {name: settings[name] for name in ("dataset", "ways", "shots", "batch_norm")}
         test = score.get("test", {})
@@ -172,11 +168,11 @@ def _row(run: dict[str, Any]) -> tuple[str, ...]:
         return (run["run"], "", "", "", "", "", "", "", when, run["state"])
     return (
         run["run"],
-        run["preset"] or _task(run),
+        str(run["preset"] or _task(run)),
         run["learner"],
         f"{run['done']:,} of {run['iterations']:,}",
         _score(run),
-        run["batch_norm"] or "",
+        str(run["batch_norm"] or ""),
         str(run["steps"] or ""),
         "" if run["minutes"] is None else f"{run['minutes']:.1f}",
         when,

@@ -6,7 +6,6 @@ never extracted.
 
 from __future__ import annotations
 
-import gzip
 import stat
 import zipfile
 import zlib
@@ -20,6 +19,9 @@ from bilevel.errors import BilevelError
 
 # Errors of reading an archive: checksums, truncated streams, broken headers, unknown compression, encryption.
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError)
+
+# Bytes of a zip file's last record: 22, and a comment.
+LONGEST_END = 22 + 2**16
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,13 @@ def open_tree(path: Path, limits: ArchiveLimits | None = None, top: str | None =
 
 def _checked(path: Path, archive: zipfile.ZipFile, limits: ArchiveLimits) -> list[zipfile.ZipInfo]:
     """The members that are files. A member that no official archive would have is an error that names it."""
-    members = [info for info in archive.infolist() if not info.is_dir()]
+    listed = archive.infolist()
+    announced = _announced(path)
+    if announced is not None and announced != len(listed):
+        raise BilevelError(
+            f"{path} is damaged: it announces {announced:,} members and lists {len(listed):,}. Download it again."
+        )
+    members = [info for info in listed if not info.filename.endswith("/")]
     if len(members) > limits.members:
         raise BilevelError(f"{path} has {len(members):,} members; at most {limits.members:,} are read.")
     seen: set[str] = set()
@@ -93,6 +101,17 @@ def _checked(path: Path, archive: zipfile.ZipFile, limits: ArchiveLimits) -> lis
     if total > limits.total:
         raise BilevelError(f"{path} is refused: it expands to {total:,} bytes, and at most {limits.total:,} are read.")
     return members
+
+
+def _announced(path: Path) -> int | None:
+    """The number of members in the record at the archive's end, which zipfile does not compare; None where the record
+    cannot hold it."""
+    with open(path, "rb") as file:
+        file.seek(-min(LONGEST_END, path.stat().st_size), 2)
+        end = file.read()
+    place = end.rfind(b"PK\5\6")
+    count = int.from_bytes(end[place + 10 : place + 12], "little")
+    return None if place < 0 or count == 0xFFFF else count
 
 
 def _refusal(info: zipfile.ZipInfo, limits: ArchiveLimits) -> str:
@@ -114,16 +133,17 @@ def _refusal(info: zipfile.ZipInfo, limits: ArchiveLimits) -> str:
 
 
 def gunzip(path: Path, limit: int) -> bytes:
-    """The contents of a .gz file of at most `limit` bytes."""
+    """The contents of a .gz file of at most `limit` bytes, which must be one whole stream and nothing else."""
+    stream = zlib.decompressobj(wbits=31)  # 31: with gzip's header and checksum
     try:
-        with gzip.open(path) as file:
-            contents = file.read(limit + 1)
-    except DAMAGE as error:
-        raise BilevelError(
-            f"{path} is not a readable gzip file ({error}); it is probably truncated. Download it again."
-        ) from error
+        contents = stream.decompress(read_file(path), limit + 1)
+    except zlib.error as error:
+        raise BilevelError(f"{path} is not a readable gzip file ({error}). Download it again.") from error
     if len(contents) > limit:
         raise BilevelError(f"{path} is refused: it expands to more than {limit:,} bytes.")
+    if not stream.eof or stream.unused_data:
+        what = "something follows its end" if stream.eof else "its end is missing; it is probably truncated"
+        raise BilevelError(f"{path} is not a readable gzip file ({what}). Download it again.")
     return contents
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import io
+import struct
 import warnings
+import zlib
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal
@@ -23,6 +25,21 @@ SUFFIXES = (
 # Only these decoders are run on what users bring; the last two where Pillow has them.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
+# What Pillow's decoders raise where a file is damaged.
+DAMAGE = (
+    *(
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        RuntimeError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        AttributeError,
+    ),
+    *(struct.error, zlib.error, MemoryError, Warning, Image.DecompressionBombError),
+)
 
 
 class UnreadablePicture(BilevelError):
@@ -35,14 +52,17 @@ def open_picture(contents: bytes, name: str) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             picture = Image.open(io.BytesIO(contents), formats=_formats())
+            if picture.format == "PNG":
+                picture.verify()  # decoding alone does not compare the checksums; afterwards it is used up
+                picture = Image.open(io.BytesIO(contents), formats=("PNG",))
         if picture.width * picture.height > MAX_PIXELS:
             raise ValueError(f"{picture.width}×{picture.height} is larger than {MAX_PIXELS:,} pixels")
         picture.load()
         return picture
     except UnidentifiedImageError:
         reason = _unidentified(contents)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, Warning) as error:
-        reason = str(error)
+    except DAMAGE as error:
+        reason = str(error) or type(error).__name__
     raise UnreadablePicture(
         f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(_formats())} are read)."
     )

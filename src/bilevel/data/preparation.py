@@ -71,14 +71,16 @@ class Preparation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise BilevelError(f"Pictures cannot be prepared as {self.kind!r}; write one of {', '.join(KINDS)}.")
+            raise BilevelError(f"Pictures cannot be prepared as {self.kind!r:.60}; write one of {', '.join(KINDS)}.")
         if self.channels not in (1, 3):
             raise BilevelError(
-                f"The model takes pictures with {self.channels} channels; gray (1) and colour (3) can be read."
+                f"The model takes pictures with {self.channels!r:.60} channels; gray (1) and colour (3) can be read."
             )
+        if not isinstance(self.clean, bool) or not isinstance(self.invert, (bool, type(None))):
+            raise BilevelError(f"clean={self.clean!r:.60} and invert={self.invert!r:.60} must be true or false.")
         for side in (self.height, self.width):
             if isinstance(side, bool) or not isinstance(side, int) or not 1 <= side <= LARGEST_SIDE:
-                raise BilevelError(f"A side of {side} pixels is no size of a picture; write 1…{LARGEST_SIDE}.")
+                raise BilevelError(f"A side of {side!r:.60} pixels is no size of a picture; write 1…{LARGEST_SIDE}.")
 
     @property
     def mode(self) -> ColourMode:
@@ -116,8 +118,10 @@ class Preparation:
         return asdict(self)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Preparation:
+    def of(cls, values: Any) -> Preparation:
         """From a card; what it does not know is an error, because it would be ignored."""
+        if not isinstance(values, Mapping):
+            raise BilevelError(f"The card prepares pictures by {values!r:.60}, and not by an object of settings.")
         known = {f.name for f in fields(cls)}
         unknown = [key for key in values if key not in known]
         if unknown:

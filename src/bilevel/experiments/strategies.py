@@ -211,7 +211,7 @@ def _judged(s: StrategiesSettings, learner: Any, training: TrainingSettings, dat
     memory = None
     if learner.trains:
         stream = type(learner).stream(training, data)
-        group = stream.draw(stream.groups(1, learner.chunk)[0])
+        group = stream.draw(stream.groups(1, learner.group_size(training.meta_batch))[0])
         memory = peak_memory(lambda: learner.hypergradient(group))
     return {
         "accuracy": score.means[-1],

@@ -175,6 +175,14 @@ class Learner(SavedLearner, ABC):
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
         """A function from query images to logits N×ways, made from labelled images; `adapt` calls it."""
 
+    def group_size(self, meta_batch: int) -> int:
+        """Episodes of a meta-batch that a training differentiates together, so that four processes can share them."""
+        return max(1, min(self.chunk, meta_batch // 4))
+
+    def chunk_size(self, count: int) -> int:
+        """How many of so many episodes are computed together."""
+        return self.chunk
+
     def check_episode(self, ways: int, shots: int) -> None:
         """Raise a `BilevelError` if the learner cannot take such episodes; it is called before any work begins."""
 
@@ -323,18 +331,14 @@ class Learner(SavedLearner, ABC):
             episodes: stacked tensors (`Episodes.batch`), a list of tasks, or what the learner's own stream draws.
         """
         chunks = self._chunks(episodes)
-        count, total = sum(len(chunk.train[0]) for chunk in chunks), None
+        count, total = sum(len(chunk.train[0]) for chunk in chunks), dict[str, Tensor]()
         value = next(iter(self.lam.values())).new_zeros(())
         with closing(self.representation.each(self.chunk_hypergradient, chunks)) as results:
             for chunk, (one, grads) in zip(chunks, results, strict=True):
                 share = len(chunk.train[0]) / count
                 value = value + share * one
-                if total is None:
-                    total = {name: share * g for name, g in grads.items()}
-                else:
-                    for name, g in grads.items():
-                        total[name].add_(g, alpha=share)
-        assert total is not None
+                for name, g in grads.items():
+                    total[name] = total[name].add_(g, alpha=share) if name in total else share * g
         return value, total
 
     def accuracies(
@@ -377,8 +381,8 @@ class Learner(SavedLearner, ABC):
         return (images.to(device), labels.to(device)), (queries.to(device), *(x.to(device) for x in answers))
 
     def _chunks(self, episodes: Task | Sequence[Task]) -> list[Task]:
-        known, asked = self._here(episodes)
-        parts = [list(zip(*(torch.split(x, self.chunk) for x in part), strict=True)) for part in (known, asked)]
+        both = known, asked = self._here(episodes)
+        parts = [list(zip(*(torch.split(x, self.chunk_size(len(x))) for x in one), strict=True)) for one in both]
         if asked[0] is known[0]:  # one tensor that is both sets stays one
             parts[1] = [(images, *answers) for (images, _), (_, *answers) in zip(*parts, strict=True)]
         return [Task(*pair) for pair in zip(*parts, strict=True)]

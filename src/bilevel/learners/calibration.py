@@ -32,6 +32,8 @@ RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
 QUERIES = 5
 # Classifiers that are made to score the labelled pictures by others; more labelled pictures are left out together.
 MOST_FOLDS = 10
+# Classes, or labelled pictures of each, that nobody has.
+MOST = 10**9
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,11 @@ class Calibration:
         try:
             made = cls(**values)
             numbers = [made.temperature, *made.thresholds.values()]
-            if not all(math.isfinite(number) for number in numbers) or not COLDEST <= made.temperature <= HOTTEST:
+            bounded = all(math.isfinite(number) for number in numbers) and COLDEST <= made.temperature <= HOTTEST
+            counted = all(type(number) is int and 1 <= number <= MOST for number in (made.ways, made.shots))
+            if not bounded or not counted:
                 raise ValueError("a number in it is out of bounds")
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BilevelError(
                 f"The calibration in the card cannot be used: {error}. Evaluate the model again."
             ) from error
@@ -90,6 +94,18 @@ class Calibration:
                 f"--none {rate:g} is not known to the model's card; it has {', '.join(self.thresholds)}."
             )
         return self.thresholds[key]
+
+    def describe_found(self, rate: float) -> str:
+        """How many pictures of other classes were called so on meta-test, as a sentence; "" where that is not known."""
+        share = (self.found or {}).get(f"{rate:g}")
+        if share is None:
+            return ""
+        said = f" On meta-test it found {share:.0%} of pictures of other classes"
+        return (
+            f"{said}, hardly more than by chance: do not rely on it with this model."
+            if share < 2 * rate
+            else f"{said}."
+        )
 
 
 def temperature(logits: Tensor, answers: Tensor) -> float:

@@ -43,8 +43,8 @@ class FewShotClassifier:
             raise BilevelError(f"{learner.name} takes no inner steps; leave steps={steps} out.")
         self.learner = copy.deepcopy(learner)
         self.steps = learner.steps if steps is None else steps
-        if self.steps < 1:
-            raise BilevelError(f"steps={steps} would leave the classifier at zero; pass at least 1.")
+        if type(self.steps) is not int or self.steps < 1:
+            raise BilevelError(f"steps={steps!r:.60} would leave the classifier at zero; pass at least 1.")
         self.support = self._take(images)
         given = _as_labels(labels, len(self.support))
         self.classes: list[Hashable] = list(dict.fromkeys(given))

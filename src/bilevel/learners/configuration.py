@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,6 +10,7 @@ from typing import Any, get_type_hints
 
 from bilevel import extras
 from bilevel.errors import BilevelError
+from bilevel.files import read_json
 from bilevel.learners import ZOO_PREFIX
 from bilevel.learners.settings import TrainingSettings
 
@@ -45,7 +45,7 @@ def read_table(path: Path) -> dict[str, Any]:
             raise BilevelError(f"{path} is no file; pass a configuration in TOML, YAML or JSON.")
         if path.exists() and path.stat().st_size > MOST_BYTES:
             raise BilevelError(f"{path} has more than {MOST_BYTES:,} bytes, which no configuration has.")
-        found = _parsed(path.read_text(encoding="utf-8"), kind)
+        found = read_json(path) if kind == "JSON" else _parsed(path.read_text(encoding="utf-8"), kind)
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except RecursionError as error:
@@ -91,8 +91,6 @@ def read_configuration(path: Path) -> Configuration:
 def _parsed(text: str, kind: str) -> Any:
     if kind == "TOML":
         return tomllib.loads(text)
-    if kind == "JSON":
-        return json.loads(text)
     yaml = extras.load("yaml", extra="learn", purpose="Reading a YAML file")
     try:
         return yaml.safe_load(text)

@@ -60,7 +60,10 @@ class TrainedLearner:
     @property
     def calibrations(self) -> list[dict[str, Any]]:
         """What `bilevel evaluate` found out about its probabilities."""
-        return list(self.card.get("calibrations") or [])
+        found = self.card.get("calibrations") or []
+        if not isinstance(found, list):
+            raise BilevelError(f"The calibrations of {self.name} are {found!r:.60}, and not a list. Evaluate it again.")
+        return found
 
     def for_use(self) -> TrainedLearner:
         """The same in the batch norm mode in which a query stands for itself, where it was trained in another."""
@@ -94,11 +97,14 @@ class TrainedLearner:
     @property
     def stages(self) -> list[dict[str, Any]]:
         """Command, hyperiterations, images and minutes of every training that led to it, the first one first."""
-        stages, card = [], self.card
-        while card:
-            facts = {"hyperiterations": None, "images": None, "minutes": None, **(card.get("training") or {})}
+        stages: list[dict[str, Any]] = []
+        card: Any = self.card
+        while isinstance(card, dict) and card:
+            known = card.get("training")
+            facts = {"hyperiterations": None, "images": None, "minutes": None}
+            facts |= known if isinstance(known, dict) else {}
             stages.append({"command": card.get("command"), "settings": card.get("settings"), **facts})
-            card = card.get("initial") or {}
+            card = card.get("initial")
         return stages[::-1]
 
 

@@ -86,11 +86,11 @@ def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: fl
     if not 0 < rate < 1:
         raise BilevelError(f"--none {rate:g} is no rate; write a number between 0 and 1, 0.05 for example.")
     said = f'"None of these" has a false-alarm rate of {rate:.0%}'
-    own = calibration.own_threshold(classifier, rate)
+    own, made = calibration.own_threshold(classifier, rate), _calibration(model, classifier)
+    found = "" if made is None else made.describe_found(rate)
     if own is not None:
         bound, count = own
-        return NoneOfThese(bound, f"{said}, set by the {count} labelled pictures, each left out in turn.")
-    made = _calibration(model, classifier)
+        return NoneOfThese(bound, f"{said}, set by the {count} labelled pictures, each left out in turn.{found}")
     if made is None:
         raise BilevelError(
             f'"None of these" at a rate of {rate:.0%} needs two or more labelled pictures of each class and '
@@ -98,7 +98,7 @@ def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: fl
             "not."
         )
     source = f"set on meta-validation, {made.ways}-way {made.shots}-shot; other kinds of pictures may have another"
-    return NoneOfThese(made.threshold(rate), f"{said}, {source}.")
+    return NoneOfThese(made.threshold(rate), f"{said}, {source}.{found}")
 
 
 def _calibration(model: TrainedLearner, classifier: FewShotClassifier) -> calibration.Calibration | None:

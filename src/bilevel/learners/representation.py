@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bilevel.models import heads
 from bilevel.models._blocks import per_image
+from bilevel.models._networks import networks
 from bilevel.models.batch_norm import BatchNorm, Mode, converted, layers, using
 from bilevel.thread_pool import map_in_threads
 
@@ -81,6 +82,18 @@ class Representation:
         """h_λ of images that batch norm takes for one set."""
         with using(self.norms, "own", self._one_set(images)):
             return self.features(lam, images)
+
+    def networks(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The features of networks × images, each set by the network of that number: the leaves of `weights` have a
+        first axis for the networks. Batch norm takes the images of a network for one set."""
+        together = networks(self.module, images)
+        if together is not None and not self.normalise:
+            return heads.with_one(together(weights, images.to(next(iter(weights.values())))))
+        leaves = zip(*(torch.unbind(weights[name]) for name in self.names), strict=True)
+        rows = [
+            self.together(dict(zip(self.names, own, strict=True)), x) for own, x in zip(leaves, images, strict=True)
+        ]
+        return torch.stack(rows)
 
     def mean(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The mean of the module's own features over images that batch norm takes for one set."""

@@ -99,7 +99,7 @@ def enter(
     shared = kind == "ClassicTraining"
     if shared and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
         warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
-    write_json(folder.config_file, {**before, "settings": settings.plain()})
+    write_json(folder.config_file, {**before, "settings": settings.plain()}, sealed=True)
 
 
 def _kind_of(config: dict[str, Any], usual: str) -> str:

@@ -99,7 +99,7 @@ class SavedLearner(ABC):
         """Write `path.safetensors` and the card `path.json`; the card holds the settings and whatever is passed."""
         stem = Path(path)
         write_tensors(stem.with_name(stem.name + ".safetensors"), self.with_running(self.lam))
-        write_json(stem.with_name(stem.name + ".json"), {"learner": self.settings(), **(card or {})})
+        write_json(stem.with_name(stem.name + ".json"), {"learner": self.settings(), **(card or {})}, sealed=True)
 
     @classmethod
     def load(cls, path: str | Path, module: nn.Module | None = None) -> Self:
@@ -126,9 +126,14 @@ class SavedLearner(ABC):
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise BilevelError(f"The weights do not fit the network: {', '.join(wrong[:NAMED])}{more}.")
         for name in wanted:
-            if not weights[name].is_floating_point():
-                raise BilevelError(f"The weights {name} are {weights[name].dtype}; floating-point numbers are needed.")
-            if not bool(weights[name].float().isfinite().all()):
-                raise BilevelError(f"The weights {name} are not finite, so every answer would be meaningless.")
+            check_numbers(name, weights[name])
         for name, tensor in wanted.items():
             tensor.copy_(weights[name])
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor of a file that cannot be weights."""
+    if not tensor.is_floating_point():
+        raise BilevelError(f"The weights {name} are {tensor.dtype}; floating-point numbers are needed.")
+    if not bool(tensor.float().isfinite().all()):
+        raise BilevelError(f"The weights {name} are not finite, so every answer would be meaningless.")

@@ -199,8 +199,10 @@ class TrainingSettings:
         return free | {"iterations"} if self.schedule == "inverse" else free
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> TrainingSettings:
+    def of(cls, values: Any) -> TrainingSettings:
         """From a `config.json`; what it does not know is an error, because it would be ignored."""
+        if not isinstance(values, dict):
+            raise BilevelError(f"The settings of a training are {values!r:.60}, and not an object with their names.")
         known = {f.name for f in fields(cls)}
         unknown = [key for key in values if key not in known]
         if unknown:
@@ -218,19 +220,21 @@ def check_kind(name: str, value: Any, hint: Any) -> None:
     """A setting from a file, or from Python, may be of any type."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise BilevelError(f"{name}={value!r} is unknown; pass one of {', '.join(get_args(hint))}.")
+            raise BilevelError(f"{name}={value!r:.80} is unknown; pass one of {', '.join(get_args(hint))}.")
         return
     if hint == dict[str, Any]:
         if not isinstance(value, dict):
-            raise BilevelError(f"{name}={value!r} is not a dictionary of settings.")
+            raise BilevelError(f"{name}={value!r:.80} is not a dictionary of settings.")
         return
     legal = (int, float) if hint is float else hint
     if not isinstance(value, legal) or (isinstance(value, bool) and hint is not bool):
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-        raise BilevelError(f"{name}={value!r} is not {words[hint]}.")
-    if hint is float and not math.isfinite(value):
+        raise BilevelError(f"{name}={value!r:.80} is not {words[hint]}.")
+    if hint is float and not -math.inf < value < math.inf:  # math.isfinite fails on whole numbers beyond floats
         raise BilevelError(f"{name}={value} is not finite.")
     if hint is float and abs(value) > LARGEST_FLOAT:
-        raise BilevelError(f"{name}={value} is infinite in single precision; pass a number below {LARGEST_FLOAT:.1e}.")
+        raise BilevelError(
+            f"{name}={value!r:.80} is infinite in single precision; pass a number below {LARGEST_FLOAT:.1e}."
+        )
     if name == "steps" and value > MOST_STEPS:
         raise BilevelError(f"steps={value:,} would not end; pass at most {MOST_STEPS:,} inner steps.")

@@ -84,8 +84,8 @@ class TrainingStream(ABC):
     """The data of every hyperiteration 1, 2, …, in groups that processes and threads can share."""
 
     @abstractmethod
-    def groups(self, iteration: int, chunk: int) -> list[range]:
-        """The places in the stream that a hyperiteration draws from; `chunk` is the learner's."""
+    def groups(self, iteration: int, size: int) -> list[range]:
+        """The places in the stream that a hyperiteration draws from; `size` is the learner's `group_size`."""
 
     @abstractmethod
     def draw(self, group: range) -> Any:
@@ -118,10 +118,8 @@ class EpisodeStream(TrainingStream):
             with_classes=settings.global_loss > 0,
         )
 
-    def groups(self, iteration: int, chunk: int) -> list[range]:
-        """Larger groups are faster; four of them can still be shared by four processes."""
+    def groups(self, iteration: int, size: int) -> list[range]:
         count = self.settings.meta_batch
-        size = max(1, min(chunk, count // 4))
         numbers = range((iteration - 1) * count, iteration * count)
         return [numbers[begin : begin + size] for begin in range(0, count, size)]
 
@@ -165,7 +163,7 @@ class ImageStream(TrainingStream):
     def images(self, iteration: int) -> int:
         return self.settings.images_in_iteration
 
-    def groups(self, iteration: int, chunk: int) -> list[range]:
+    def groups(self, iteration: int, size: int) -> list[range]:
         count = self.images(iteration)
         stream = range((iteration - 1) * count, iteration * count)
         return [stream[begin : begin + PART] for begin in range(0, count, PART)]

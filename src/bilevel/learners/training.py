@@ -22,6 +22,7 @@ from bilevel.learners import library
 from bilevel.learners.base import Learner
 from bilevel.learners.evaluation import GROUP, AfterAllSteps, judge
 from bilevel.learners.representation import CENTRE
+from bilevel.learners.saved_learner import check_numbers
 from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
 from bilevel.learners.stages import continued
 from bilevel.learners.streams import episodes
@@ -150,7 +151,7 @@ class FewShotTraining:
 
     def _groups(self, iteration: int) -> list[range]:
         """The places in the stream of a hyperiteration, in groups that are computed together."""
-        return self.stream.groups(iteration, self.learner.chunk)
+        return self.stream.groups(iteration, self.learner.group_size(self.settings.meta_batch))
 
     def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
         return self.learner.representation.each(self._sum, groups)
@@ -219,18 +220,22 @@ class FewShotTraining:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         try:
             for name, leaf in self.learner.lam.items():
-                leaf.copy_(state[f"lam/{name}"])
+                leaf.copy_(_like(leaf, f"lam/{name}", state[f"lam/{name}"]))
                 keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
                 found = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
-                kept = {key: _like(leaf, key, value) for key, value in found.items() if value is not None}
+                kept = {
+                    key: _like(value.new_zeros(()) if key == "step" else leaf, f"{key}/{name}", value)
+                    for key, value in found.items()
+                    if value is not None
+                }
                 if kept:
                     self.optimizer.state[leaf] = kept
             for i, running in enumerate(self.learner.running()):
-                running.copy_(state[f"running/{i}"])
+                running.copy_(_like(running, f"running/{i}", state[f"running/{i}"]))
             for name, mean in self.mean.items():
-                mean.copy_(state[f"mean/{name}"])
-        except (KeyError, RuntimeError) as error:
-            raise BilevelError(f"The checkpoint does not fit the settings: {error}.") from error
+                mean.copy_(_like(mean, f"mean/{name}", state[f"mean/{name}"]))
+        except (KeyError, RuntimeError, BilevelError) as error:
+            raise BilevelError(f"The checkpoint does not fit the settings: {str(error).removesuffix('.')}.") from error
 
     def weights(self) -> dict[str, Tensor]:
         return self.learner.with_running(self.mean or self.learner.lam)
@@ -304,5 +309,9 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _like(leaf: Tensor, key: str, value: Tensor) -> Tensor:
-    return value.clone() if key == "step" else torch.empty_like(leaf).copy_(value)
+def _like(leaf: Tensor, name: str, value: Tensor) -> Tensor:
+    """A copy of a tensor from a checkpoint, laid out like the leaf, whose shape it must have."""
+    check_numbers(name, value)
+    if value.shape != leaf.shape:
+        raise BilevelError(f"{name} is {list(value.shape)} there and {list(leaf.shape)} here")
+    return torch.empty_like(leaf).copy_(value)

@@ -123,6 +123,11 @@ class Reverse(Method):
         count = min(math.isqrt(process.steps) if self.checkpoints == "sqrt" else int(self.checkpoints), groups)
         return size, count - 1 + math.ceil(groups / count), None
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether it was asked to need less memory than by default."""
+        return self.checkpoints is not None or self.memory is not None or self.group_bytes < GROUP_BYTES
+
     def prepare(self, process: Process) -> tuple[int, int] | None:
         return _measure(process) if self.memory is not None and process.steps else None
 

@@ -39,6 +39,8 @@ def suits(x: Tensor) -> bool:
 
 def with_graph(plain: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> Gradients:
     """The gradient of `plain`, a layer in torch's operations, as a differentiable function of the inputs and of g."""
+    # Views, because one input may have been computed from another: from a weight that an earlier layer has too.
+    inputs = tuple(x.view_as(x) for x in inputs)
     wanted = [x for x in inputs if x.requires_grad]
-    found = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True))
+    found = iter(torch.autograd.grad(plain(*inputs), wanted, g, create_graph=True, allow_unused=True))
     return tuple(next(found) if x.requires_grad else None for x in inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
+from bilevel.files import read_json
 from bilevel.learners.library import PREFIX, zoo
 from bilevel.training.log import read_metrics
 
@@ -174,7 +174,7 @@ def _take_file(file: Path, found: ReportSources) -> None:
 
 
 def _result(file: Path, found: ReportSources) -> FoundResult:
-    content = _json(file)
+    content = read_json(file)
     if not isinstance(content, dict):
         raise BilevelError("it is not the record of a result.")
     fields: dict[str, Any] = {}
@@ -238,7 +238,7 @@ def _run(folder: Path, found: ReportSources, owner: FoundResult | None = None) -
 
 def _config(file: Path, found: ReportSources) -> dict[str, Any]:
     try:
-        config = _json(file)
+        config = read_json(file)
         if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
             raise BilevelError("it is not the configuration of a run: it has no settings.")
         return config
@@ -253,16 +253,6 @@ def _metrics(folder: Path, found: ReportSources) -> list[dict[str, float]]:
     except BilevelError as error:
         found.warnings.append(str(error))
         return []
-
-
-def _json(file: Path) -> Any:
-    try:
-        # Whole numbers without end are JSON too; as floats they are infinite, and shown as such.
-        return json.loads(file.read_text(encoding="utf-8"), parse_int=lambda x: int(x) if len(x) < 300 else float(x))
-    except OSError as error:
-        raise BilevelError(f"it cannot be read ({error.strerror or error}).") from error
-    except (ValueError, RecursionError) as error:
-        raise BilevelError(f"it is not valid JSON ({error}).") from error
 
 
 def _inside(folder: Path, name: Any) -> Path | None:

@@ -17,7 +17,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class LeaveOneOut(DeclaredOuter):
-    """E(w, λ) = ½ Σ_i s_i ‖e_i‖² / Σ s + extra(λ): the error on each row of the fit to all other rows.
+    """E(w, λ) = Σ_i (½ s_i ‖e_i‖² + c h_i) / Σ s + extra(λ): the error on each row of the fit to all other rows.
 
     e_i = (y_i − x_i w) / (1 − o_i − h_i) with the leverage h_i = s_i x_i A⁻¹ x_iᵀ and A = XᵀSX + diag(α). This holds
     for the w that minimises the squared errors of all rows with the same penalties.
@@ -29,10 +29,14 @@ class LeaveOneOut(DeclaredOuter):
     Args:
         penalty: α as a function of λ, that of the inner objective. One number for every feature, or a matrix of
             features × features in the place of diag(α).
+        extra: a function of λ and of `data` that is added.
+        freedom: c, an additional price of every degree of freedom, in units of ‖e‖². With 0, E is the leave-one-out
+            error itself, which many penalties can overfit: it charges about ‖e‖² for a degree of freedom.
     """
 
     penalty: Callable[[Tree], Tensor]
     extra: Callable[[Tree, Any], Tensor]
+    freedom: float = 0.0
 
     def code(self) -> tuple[Any, ...] | None:
         return code_of(self, self.penalty, self.extra)
@@ -42,8 +46,9 @@ class LeaveOneOut(DeclaredOuter):
         alpha = self.penalty(lam)
         matrix = weighted_gram(X, weight) + (alpha.diag() if alpha.ndim == 1 else alpha)
         inverse = torch.cholesky_solve(X.mT, torch.linalg.cholesky(matrix)).mT
-        kept = 1 - own - weight * (inverse * X).sum(1)
-        return squared_error((y - w[0] @ X.mT) / kept, weight) + self.extra(lam, data)
+        leverage = weight * (inverse * X).sum(1)
+        error = squared_error((y - w[0] @ X.mT) / (1 - own - leverage), weight)
+        return error + self.freedom * leverage.sum() / weight.sum() + self.extra(lam, data)
 
 
 def squared_error(errors: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ class LeaveOneOutSlopes:
     −s_i z_i dA z_iᵀ.
 
     Attributes:
-        value: ½ Σ s ‖e‖² / Σ s.
+        value: E without the extra term.
         adjoint: A⁻¹ ∇_w E, outputs × features.
         spread: the factor of z_i dA z_iᵀ for every row.
     """
@@ -71,12 +76,15 @@ class LeaveOneOutSlopes:
     Z: Tensor
 
     @classmethod
-    def of(cls, w: Tensor, Z: Tensor, residuals: Tensor, kept: Tensor, weight: Tensor) -> LeaveOneOutSlopes:
-        """From the minimiser w (outputs × features), Z, y − w Xᵀ and 1 − o − h."""
+    def of(
+        cls, w: Tensor, Z: Tensor, residuals: Tensor, kept: Tensor, own: Tensor, weight: Tensor, freedom: float
+    ) -> LeaveOneOutSlopes:
+        """From the minimiser w (outputs × features), Z, y − w Xᵀ, 1 − o − h, o, s and the price c."""
         errors, share = residuals / kept, weight / weight.sum()
+        value = squared_error(errors, weight) + freedom * (1 - own - kept).sum() / weight.sum()
         adjoint = -((share * errors / kept) @ Z)
-        spread = -share * weight * errors.square().sum(0) / kept
-        return cls(w, squared_error(errors, weight), adjoint, spread, Z)
+        spread = -share * (weight * errors.square().sum(0) / kept + freedom)
+        return cls(w, value, adjoint, spread, Z)
 
     def in_diagonal(self) -> Tensor:
         """The derivative in each diagonal entry of A."""

@@ -16,7 +16,9 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class LeftOutLoss(DeclaredOuter):
-    """E(w, λ) = Σ_i s_i loss(η_i + A_i (I − V_i A_i)⁻¹ g_i, y_i) / Σ s + extra(λ), with the batch (X, y, s, data).
+    """E(w, λ) = Σ_i [s_i loss(η_i + A_i (I − V_i A_i)⁻¹ g_i, y_i) + c tr(V_i A_i)] / Σ s + extra(λ).
+
+    The batch is (X, y, s, data).
 
     η_i are the scores of row i at the minimiser w of all rows, g_i = s_i ∇loss and V_i = s_i ∇²loss there, and
     A_i = X_i H⁻¹ X_iᵀ with the Hessian H of the inner objective. The argument of the loss is the score of row i after
@@ -27,10 +29,12 @@ class LeftOutLoss(DeclaredOuter):
     Args:
         model: the inner objective.
         extra: a function of λ and of `data` that is added.
+        freedom: c, an additional price of every degree of freedom: the loss itself charges about 1/n for one.
     """
 
     model: LinearModels
     extra: Callable[[Tree, Any], Tensor]
+    freedom: float = 0.0
 
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
         X, y, weight, data = batch
@@ -57,9 +61,11 @@ class LeftOutLoss(DeclaredOuter):
     def loss(self, scores: Tensor, leverage: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """E without the extra term, from the scores (1 × outputs × rows) and A (rows × outputs × outputs)."""
         slope = (weight[:, None] * self.model.loss.slopes(scores, y))[0].mT[:, :, None]
-        kept = torch.eye(leverage.shape[1], dtype=scores.dtype) - self.curvatures(scores, weight) @ leverage
+        taken = self.curvatures(scores, weight) @ leverage
+        kept = torch.eye(leverage.shape[1], dtype=scores.dtype) - taken
         change = leverage @ (slope / kept if kept.shape[1] == 1 else torch.linalg.solve(kept, slope))
-        return (weight * self.model.loss.values(scores + change[:, :, 0].mT, y)).sum() / weight.sum()
+        losses = (weight * self.model.loss.values(scores + change[:, :, 0].mT, y)).sum()
+        return (losses + self.freedom * taken.diagonal(dim1=1, dim2=2).sum()) / weight.sum()
 
 
 def with_ones(X: Tensor, intercept: bool) -> Tensor:

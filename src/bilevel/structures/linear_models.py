@@ -20,7 +20,7 @@ RowBatch = tuple[Any, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class LinearModels:
-    """L(w) = Σ_k Σ_i s_ki loss(x_i w_k, y_i) + ½ Σ_j α_j ‖w_kj‖², one linear model w_k for each fold k.
+    """L(w) = Σ_k Σ_i s_ki ω_i loss(x_i w_k, y_i) + ½ Σ_j α_j ‖w_kj‖², one linear model w_k for each fold k.
 
     The batch is (X, y, s): features, targets of shape outputs × rows, and the weight of every row in every fold, 0 for
     rows that a fold holds out. w has the shape folds × outputs × features.
@@ -30,6 +30,8 @@ class LinearModels:
         penalty: α as a function of λ, one number for every feature.
         intercept: w has one more column, an intercept, which is not penalised. Where only differences of scores count,
             half the squared sum of the intercepts is added to L, so that they have one minimiser.
+        weight: ω as a function of λ, one number ≥ 0 for every row: data cleaning, with a weight per example. None for
+            ω = 1.
 
     >>> batch = torch.ones(3, 2), torch.ones(1, 3), torch.ones(1, 3)
     >>> float(LinearModels()(torch.ones(1, 1, 2), torch.zeros(2), batch))  # 3·½(2 − 1)² + ½(1 + 1)
@@ -39,20 +41,26 @@ class LinearModels:
     loss: RowLoss = field(default_factory=SquaredError)
     penalty: Callable[[Tree], Tensor] = torch.exp
     intercept: bool = False
+    weight: Callable[[Tree], Tensor] | None = None
 
     def __call__(self, w: Tensor, lam: Tree, batch: RowBatch) -> Tensor:
-        X, y, weight = batch
-        fit = (weight * self.loss.values(self.scores(w, X), y)).sum()
+        X, y, share = batch
+        fit = (self.weights(lam, share) * self.loss.values(self.scores(w, X), y)).sum()
         return fit + 0.5 * (w * self.penalty_slope(w, lam)).sum()
 
     def code(self) -> tuple[Any, ...] | None:
-        return code_of(self, self.penalty, loss=self.loss, intercept=self.intercept)
+        functions = [self.penalty] if self.weight is None else [self.penalty, self.weight]
+        return code_of(self, *functions, loss=self.loss, intercept=self.intercept)
 
     def slope(self, w: Tensor, lam: Tree, batch: RowBatch) -> Tensor:
         """∇L(w)."""
-        X, y, weight = batch
-        pulls = weight[:, None] * self.loss.slopes(self.scores(w, X), y)
+        X, y, share = batch
+        pulls = self.weights(lam, share)[:, None] * self.loss.slopes(self.scores(w, X), y)
         return self.transposed(pulls, X) + self.penalty_slope(w, lam)
+
+    def weights(self, lam: Tree, share: Tensor) -> Tensor:
+        """The factor of every row's loss in every fold, s_ki ω_i."""
+        return share if self.weight is None else share * self.weight(lam)
 
     def penalty_slope(self, w: Tensor, lam: Tree) -> Tensor:
         """The derivative of the penalties alone."""

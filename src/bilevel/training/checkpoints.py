@@ -42,7 +42,7 @@ class Checkpoints:
         for file in reversed(files):
             try:
                 tensors, facts = read_tensors(file)
-                if "iteration" not in facts:
+                if type(facts.get("iteration")) is not int or facts["iteration"] < 0:
                     raise BilevelError(f"{file} is not a checkpoint: it has no hyperiteration.")
                 return tensors, facts
             except BilevelError as error:

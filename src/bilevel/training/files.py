@@ -49,6 +49,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         facts = json.loads(metadata.get(FACTS, "{}"))
         if not isinstance(facts, dict):
             raise ValueError("its facts are not a JSON object")
+        # Files of other programs have no such metadata. In a file of ours, damage may have hit their names.
+        if metadata.keys() - {FACTS, "format"} or (FACTS in metadata and DIGEST not in facts):
+            raise ValueError("its metadata are not those that were written")
     except FileNotFoundError as error:
         raise BilevelError(f"{path} does not exist.") from error
     except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:

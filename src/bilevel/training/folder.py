@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from bilevel import extras
 from bilevel.errors import BilevelError
 from bilevel.files import read_json, write_bytes, write_json
 from bilevel.training.checkpoints import Checkpoints
-from bilevel.training.log import METRICS, read_metrics
+from bilevel.training.log import METRICS, as_line, read_metrics
 
 
 class RunFolder:
@@ -75,13 +74,13 @@ class RunFolder:
             raise BilevelError(
                 f"{self.path} holds a run already. Continue it with --resume, or choose another folder with --out DIR."
             )
-        write_json(self.config_file, config)
+        write_json(self.config_file, config, sealed=True)
 
     def forget_after(self, iteration: int) -> None:
         """Drop the metrics of hyperiterations that will be run again."""
         if self.metrics.exists():
             kept = [line for line in read_metrics(self.path) if line["iteration"] <= iteration]
-            write_bytes(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+            write_bytes(self.metrics, b"".join(map(as_line, kept)))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from bilevel.training.folder import RunFolder
 
 METRICS = "metrics.jsonl"
+# The checksum in a line of the log; lines of version 0.1 have none.
+CRC = "crc"
 
 
 def read_metrics(folder: Path, report: Callable[[str], None] | None = None) -> list[dict[str, float]]:
@@ -38,26 +41,40 @@ def read_metrics(folder: Path, report: Callable[[str], None] | None = None) -> l
     except OSError as error:
         raise BilevelError(f"{file} cannot be read: {error.strerror or error}.") from error
     found = [_record(line) for line in lines]
+    # A file has checksums in all of its lines or, from version 0.1, in none.
+    if any(CRC in record for record in found if record is not None):
+        found = [record if record is not None and CRC in record else None for record in found]
     wrong = [str(number) for number, record in enumerate(found[:-1], 1) if record is None]
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         sentence = (
-            f"{file}: left out line {', '.join(wrong[:10])}{more} of {len(lines)}, which is not a record of numbers "
-            "with an iteration."
+            f"{file}: left out line {', '.join(wrong[:10])}{more} of {len(lines)}, which is damaged or not a "
+            "record of numbers with an iteration."
         )
         (report or _warn)(sentence)
-    return [record for record in found if record is not None]
+    return [{name: x for name, x in record.items() if name != CRC} for record in found if record is not None]
 
 
 def _record(line: bytes) -> dict[str, float] | None:
     """The numbers of one line, or None if the line is damaged."""
     try:
         record = json.loads(line)
+        rest = {name: x for name, x in record.items() if name != CRC}
+        intact = record.get(CRC) in (None, _crc(rest))
         numbers = {name: float(x) for name, x in record.items() if type(x) in (int, float)}
-        whole = len(numbers) == len(record) and type(record["iteration"]) is int
+        whole = intact and len(numbers) == len(record) and type(record["iteration"]) is int
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return None
     return record if whole else None
+
+
+def as_line(record: Mapping[str, float]) -> bytes:
+    """One line of the log, with a checksum of the rest of it."""
+    return (json.dumps({**record, CRC: _crc(record)}) + "\n").encode()
+
+
+def _crc(record: Mapping[str, float]) -> int:
+    return zlib.crc32(json.dumps(record).encode())
 
 
 def _warn(sentence: str) -> None:
@@ -84,7 +101,7 @@ class Log:
 
     def write(self, iteration: int, numbers: Mapping[str, float]) -> None:
         try:
-            self.file.write((json.dumps({"iteration": iteration, **numbers}) + "\n").encode())
+            self.file.write(as_line({"iteration": iteration, **numbers}))
             if self.events is not None:
                 self.events.write(iteration, numbers)
         except OSError as error:

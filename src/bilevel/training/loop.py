@@ -123,10 +123,14 @@ class Run:
         tensors, facts = found
         self.job.restore(tensors)
         self.loop.k = facts["iteration"]
-        self.metrics.losses = facts.get("losses", [])
-        self.validation.stopping.restore(facts["stopping"])
-        self.validation.validated_at = facts.get("validated_at", self.iteration)
-        self.validation.began -= facts["seconds"]
+        try:
+            self.metrics.restore(facts.get("losses", []))
+            self.validation.restore(facts)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BilevelError(
+                f"The newest checkpoint in {self.folder.checkpoints.folder} does not say how the run was going "
+                f"({error!r:.80}). Remove it to go on from the one before it, or begin a new run."
+            ) from error
         self.saved = (self.iteration, self.validation.validated_at)
 
     def _check_agreement(self) -> None:

@@ -42,6 +42,12 @@ class Metrics:
     show: Show = ignore
     losses: list[dict[str, float]] = field(default_factory=list)
 
+    def restore(self, losses: list[dict[str, float]]) -> None:
+        """Go on with the numbers since the last record, from a checkpoint."""
+        self.losses = [{name: float(x) for name, x in line.items()} for line in losses]
+        if any(line.keys() != self.losses[0].keys() for line in self.losses):
+            raise ValueError("losses of different kinds")
+
     def __call__(self, k: int, step: JobStep) -> None:
         if step.numbers is None:
             return
@@ -85,6 +91,12 @@ class Validation:
         self.write(k, {**numbers, "minutes": self.seconds / 60})
         if better:
             self.keep_best(k, numbers)
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on with the best score, the last validation and the time, from a checkpoint."""
+        self.stopping.restore(facts["stopping"])
+        self.validated_at = int(facts.get("validated_at", facts["iteration"]))
+        self.began -= float(facts["seconds"])
 
     def stop_early(self, k: int, step: JobStep) -> Outcome | None:
         """The part that ends the loop when scores have not improved for long enough."""

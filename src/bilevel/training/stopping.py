@@ -48,8 +48,8 @@ class EarlyStopping:
         return {"best": best, "best_iteration": self.best_iteration, "waited": self.waited}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.best = -math.inf if state["best"] is None else state["best"]
-        self.best_iteration, self.waited = state["best_iteration"], state["waited"]
+        self.best = -math.inf if state["best"] is None else float(state["best"])
+        self.best_iteration, self.waited = int(state["best_iteration"]), int(state["waited"])
 
 
 class Interrupted(Exception):

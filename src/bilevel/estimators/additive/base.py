@@ -12,22 +12,25 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
 
+from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.columns import as_categories, read_columns
-from bilevel.estimators.additive.design import Design, Piece, candidates
+from bilevel.estimators.additive.design import Design, Piece, affordable, candidates
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
-from bilevel.estimators.additive.terms import NumericTerm
+from bilevel.estimators.additive.terms import REACH, NumericTerm
 from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped, tune
 from bilevel.estimators.folds import Array
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.structures.linear_models import LinearModels
-from bilevel.structures.losses import RowLoss
+from bilevel.structures.losses import RowLoss, SquaredError
 
 # Terms whose pairs are tried; the criterion must fall by this factor for pairs to be kept.
 CANDIDATES, WORTH = 12, 0.995
-# Coefficients of all outputs up to which pairs are tried, and rows × coefficients² up to which all rows tune.
-PAIRED, TUNED_ON = 700, 3e8
+# Of the search over log penalties: they begin close to where they should be.
+FIRST_STEP = 0.3
+# The most rows that tune the penalties.
+TUNING_ROWS = 2000
 
 ARGUMENTS = """Args:
         pairs: "auto" for all pairs of the most important columns, kept if they lower the criterion; 0 for none; or a
@@ -69,9 +72,9 @@ class BilevelAdditive(BaseEstimator):
         pairs: Any = "auto",
         categorical: Any = "auto",
         monotone: Any = None,
-        tether: float = 3.0,
+        tether: float = 10.0,
         max_iter: int = 30,
-        tol: float = 1e-5,
+        tol: float = 1e-4,
         random_state: Any = 0,
     ) -> None:
         self.pairs = pairs
@@ -113,27 +116,28 @@ class BilevelAdditive(BaseEstimator):
         rows = np.arange(len(weight)) if some is None else some
         self._names = names
         self._signs = signs(self.monotone, self._position)
-        design = Design(columns, weight, _relevance(columns, outputs, weight))
+        room = affordable(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
+        design = Design(columns, weight, _relevance(columns, outputs, weight), room)
         blocks = design.blocks(columns)
         history: list[tuple[float, float]] = []
-        args = (float(self.tether), int(self.max_iter), float(self.tol))
+        args = (float(self.tether), LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP))
 
-        def tuned_on(X: Array, known: dict[str, float] | None) -> tuple[TunedPenalties, dict[str, float], Reduction]:
+        def tuned_on(X: Array, known: Any = None) -> tuple[TunedPenalties, dict[str, float], Reduction]:
             reduction = Reduction(X, design.pieces(), weight)
             here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, history)
             found, levels = tune(here, reduction.pieces, *args, known)
             return found, levels, reduction
 
-        X = design.matrix(columns, blocks)
+        X = design.matrix(blocks)
         if X.shape[1] == 0:
             raise BilevelError("No column varies, so there is nothing to fit; pass columns with two or more values.")
-        tuned, levels, reduction = tuned_on(X, None)
+        tuned, levels, reduction = tuned_on(X)
         importance = self._importance(design, X, reduction.expand(tuned.w, X.shape[1]), weight)
-        chosen = self._chosen_pairs(design, importance[: len(design.terms)], outputs.shape[1])
+        chosen = self._chosen_pairs(design, importance[: len(design.terms)], room - reduction.size)
         if chosen:
             design.add_pairs(chosen, blocks, weight)
-            paired = design.matrix(columns, blocks)
-            more = tuned_on(paired, levels)
+            paired = design.matrix(blocks)
+            more = tuned_on(paired, (tuned.value, levels))
             if self.pairs != "auto" or more[0].value < WORTH * tuned.value:
                 X, (tuned, _, reduction) = paired, more
             else:
@@ -141,9 +145,10 @@ class BilevelAdditive(BaseEstimator):
         self._design, self._pieces = design, design.pieces()
         whole = LeftOut(reduction.features(X), outputs, weight, loss)
         own, _, kinds, _ = grouped(reduction.pieces)
+        self.outcome_ = tuned.outcome
         if some is not None:
             tuned = whole.evaluate(whole.problem(own, kinds), tuned.lam)
-        self.criterion_, self.outcome_ = tuned.value, tuned.outcome
+        self.criterion_ = tuned.value
         table = np.array(history).reshape(-1, 2)
         self.history_ = {"value": table[:, 0], "gradient_norm": table[:, 1]}
         self.n_iter_ = len(table)
@@ -210,12 +215,9 @@ class BilevelAdditive(BaseEstimator):
             found[index] = np.sqrt(share @ effect**2).max()
         return found
 
-    def _chosen_pairs(self, design: Design, importance: Array, outputs: int) -> list[tuple[int, int]]:
+    def _chosen_pairs(self, design: Design, importance: Array, room: int) -> list[tuple[int, int]]:
         if isinstance(self.pairs, str):
-            most = CANDIDATES
-            while most > 1 and outputs * (len(design.pieces()) + 4 * most * (most - 1) // 2) > PAIRED:
-                most -= 1
-            return candidates(design, importance, most, set(self._signs))
+            return candidates(design, importance, CANDIDATES, set(self._signs), room)
         if isinstance(self.pairs, (int, np.integer)):
             return []
         chosen = [(self._position(one), self._position(two)) for one, two in self.pairs]
@@ -232,10 +234,9 @@ class BilevelAdditive(BaseEstimator):
         raise BilevelError(f"{key!r} is no column; the columns are {', '.join(self._names[:20])}.")
 
     def _rows_that_tune(self, count: int) -> Array | None:
-        most = max(2000, int(TUNED_ON / 300**2 / 2))
-        if count <= most:
+        if count <= TUNING_ROWS:
             return None
-        return np.sort(check_random_state(self.random_state).permutation(count)[:most])
+        return np.sort(check_random_state(self.random_state).permutation(count)[:TUNING_ROWS])
 
     def _check_settings(self) -> None:
         if not isinstance(self.tether, Real) or not float(self.tether) >= 0:
@@ -255,15 +256,15 @@ class BilevelAdditive(BaseEstimator):
     def _check_fitted(self) -> None:
         check_is_fitted(self)
 
-    def _features(self, X: Any) -> Array:
-        """The features of new rows, about the means of the training rows."""
+    def _features(self, X: Any, reach: float = REACH) -> Array:
+        """The features of new rows, about the means of the training rows; `reach` as for `NumericTerm.features`."""
         self._check_fitted()
         names, columns = read_columns(self, X, self.categorical, reset=False)
         for j, (column, term) in enumerate(zip(columns, self._design.terms, strict=True)):
             wanted = hasattr(term, "centre")
             if wanted != (column.dtype == np.float64):
                 columns[j] = _converted(column, wanted, names[j])
-        return self._design.matrix(columns) - self._reduction.mean
+        return self._design.matrix(self._design.blocks(columns, reach)) - self._reduction.mean
 
     def _scores(self, X: Any) -> Array:
         return self._features(X) @ self._coef.T + self.intercept_

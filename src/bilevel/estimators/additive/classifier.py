@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from typing_extensions import Self
 
 from bilevel.estimators.additive.columns import read_columns
-from bilevel.estimators.additive.effects import AdditiveEffects
+from bilevel.estimators.additive.effects import DOUBT, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped
 from bilevel.estimators.class_scores import ClassScores
@@ -56,7 +57,7 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
         own, _, kinds, _ = grouped(reduction.pieces)
         model = whole.problem(own, kinds).inner
         assert isinstance(model, LinearModels)
-        rows = PenalisedRows(model, whole.train, tuned.lam)
+        rows = PenalisedRows(model, whole.train, tuned.lam - math.log(DOUBT))
         inverse = torch.linalg.inv(rows.hessians(rows.scores(tuned.w[None]))[0]).numpy()
         size = len(alpha)
         starts = range(0, len(inverse), size + 1)

@@ -28,7 +28,7 @@ class Reduction:
         slopes = [piece for piece in pieces if piece.kind == "linear"]
         shared = len(slopes) > 1 and len({piece.penalty for piece in slopes}) == 1
         self.rotation: Array | None = None
-        self.pieces = pieces
+        self.pieces, self.size = pieces, X.shape[1]
         if not shared or len(slopes) <= len(X):
             return
         self.columns = np.array([piece.where.start for piece in slopes])
@@ -44,6 +44,7 @@ class Reduction:
                 length = piece.where.stop - piece.where.start
                 self.pieces.append(replace(piece, where=slice(at, at + length)))
                 at += length
+        self.size = at
 
     def features(self, X: Array) -> Array:
         """The features to fit, from those of the design."""

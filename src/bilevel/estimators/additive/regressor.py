@@ -11,7 +11,7 @@ from typing_extensions import Self
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.base import inverse_hessian
 from bilevel.estimators.additive.columns import read_columns
-from bilevel.estimators.additive.effects import AdditiveEffects
+from bilevel.estimators.additive.effects import DOUBT, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties
 from bilevel.estimators.folds import Array
@@ -51,9 +51,8 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y; with `return_std`, also the standard deviation of y about it."""
-        features = self._features(X)
-        mean = features @ self._coef[0] + self.intercept_
-        return (mean, self._deviation * self._stretch(features)) if return_std else mean
+        mean = self._features(X) @ self._coef[0] + self.intercept_
+        return (mean, self._deviation * self._stretch(X)) if return_std else mean
 
     def predict_interval(self, X: Any, coverage: float = 0.9) -> Array:
         """Lower and upper ends, of shape rows × 2, of intervals that hold y with about this probability.
@@ -64,22 +63,24 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
         """
         if not 0 < coverage < 1:
             raise BilevelError(f"coverage={coverage!r} is not a probability between 0 and 1.")
-        features = self._features(X)
-        mean = features @ self._coef[0] + self.intercept_
-        count = len(self._errors)
+        mean, count = self.predict(X), len(self._errors)
         rank = min(int(np.ceil((count + 1) * coverage)), count) - 1
-        half = self._errors[rank] * self._stretch(features)
+        half = self._errors[rank] * self._stretch(X)
         return np.column_stack([mean - half, mean + half])
 
-    def _stretch(self, features: Array) -> Array:
-        """√(1 + x A⁻¹ xᵀ): how much less certain a row is than its noise alone."""
-        reduced = self._reduction.rotated(features)
+    def _stretch(self, X: Any) -> Array:
+        """√(1 + x A⁻¹ xᵀ): how much less certain a row is than its noise alone.
+
+        Values far outside the training rows count as they are here, so that the uncertainty grows where effects are
+        held constant.
+        """
+        reduced = self._reduction.rotated(self._features(X, reach=np.inf))
         return np.sqrt(1 + self._own + ((reduced @ self._inverse) * reduced).sum(1))
 
     def _keep_covariance(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         X, weight = whole.X, whole.weight
         self._inverse = inverse_hessian(X, weight, alpha)
-        self._inverses, self._points_are_residuals = self._inverse[None], True
+        self._inverses, self._points_are_residuals = inverse_hessian(X, weight, alpha / DOUBT)[None], True
         leverage = weight * ((X @ self._inverse) * X).sum(1) + weight / whole.total
         residual = whole.outputs[:, 0] - X @ tuned.w[0].numpy()
         errors = residual / np.sqrt(np.maximum(1 - leverage, 1e-12))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from sklearn.preprocessing import SplineTransformer
+from scipy.interpolate import BSpline
 
 from bilevel.estimators.folds import Array
 
@@ -20,6 +20,10 @@ Kind = Literal["linear", "curve", "category", "missing", "product", "surface"]
 KNOTS, RANK = 10, 6
 # Differences of neighbouring coefficients count this much beside second differences, so that no curve is free.
 SLOPE = 0.03
+# A column is taken as it is up to about this many deviations from its median, and beyond by its logarithm.
+TAIL = 3.0
+# How far beyond the training rows an effect goes on, as a share of their range.
+REACH = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,40 @@ class Part:
     size: int
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Cubic splines with common knots, continued as straight lines.
+
+    Attributes:
+        knots: all of them, with three beyond each end of the range.
+        coefficients: of the B-splines, a column for each curve.
+    """
+
+    knots: Array
+    coefficients: Array
+
+    @classmethod
+    def through(cls, inner: Array) -> Curve:
+        """Every B-spline with these inner knots, which are continued at the distance of the outermost two."""
+        steps = np.arange(1, 4)
+        left, right = inner[0] - steps[::-1] * (inner[1] - inner[0]), inner[-1] + steps * (inner[-1] - inner[-2])
+        return cls(np.concatenate([left, inner, right]), np.eye(len(inner) + 2))
+
+    def __call__(self, z: Array) -> Array:
+        inside = np.clip(z, self.knots[3], self.knots[-4])
+        spline, beyond = BSpline(self.knots, self.coefficients, 3), (z - inside)[:, None]
+        return spline(inside) + beyond * spline(inside, 1) if beyond.any() else spline(inside)
+
+
 class NumericTerm:
     """f(x) = β z + Σ_k u_k c_k(z), with z the standardised column, for a column of numbers.
 
-    The c_k are cubic splines without their mean and slope, in Demmler–Reinsch form: orthogonal on the training rows, in
+    Far from the median z grows like the logarithm of the distance, so that a few huge values do not determine β. The
+    c_k are cubic splines without their mean and slope, in Demmler–Reinsch form: orthogonal on the training rows, in
     ascending order of roughness, and scaled so that Σ u_k² is the roughness, the squared second differences of the
     spline's coefficients. A ridge penalty on u is thus a roughness penalty, and one on β a shrinkage penalty. Outside
-    the range of the training rows f is linear. A missing value has an effect of its own.
+    the range of the training rows f goes on for a tenth of that range, and is constant from there. A missing value has
+    an effect of its own.
 
     Args:
         x: the column, NaN where a value is missing.
@@ -48,31 +79,43 @@ class NumericTerm:
         present = ~np.isnan(x) & (weight > 0)
         v, s = x[present], weight[present] / max(weight[present].sum(), 1e-300)
         self.gap = float(1 - weight[present].sum() / weight.sum())
-        self.centre = float(s @ v) if len(v) else 0.0
-        self.unit = float(np.sqrt(s @ (v - self.centre) ** 2)) if len(v) else 0.0
         self.range = (float(v.min()), float(v.max())) if len(v) else (0.0, 0.0)
-        self.spline: SplineTransformer | None = None
+        mean = float(s @ v) if len(v) else 0.0
+        deviation = float(np.sqrt(s @ (v - mean) ** 2)) if len(v) else 0.0
+        self.curve: Curve | None = None
         self.parts: list[Part] = []
         # What is left of a constant's deviation is rounding.
-        self.varies = self.unit > 1e-10 * max(abs(self.centre), 1e-300)
+        self.varies = deviation > 1e-10 * max(abs(mean), 1e-300)
         if self.varies:
+            low, self.middle, high = quantiles(v, s, np.array([0.25, 0.5, 0.75]))
+            spread = (high - low) / 1.349  # a normal distribution's deviation
+            self.scale = float(TAIL * (spread if spread > 1e-3 * deviation else deviation))
+            tamed = self._tamed(v)
+            self.centre = float(s @ tamed)
+            self.unit = float(np.sqrt(s @ (tamed - self.centre) ** 2))
             self.parts.append(Part("linear", 1))
-            distinct = np.unique(v)
-            if curved and len(distinct) >= 4:
-                self._add_curve(v, s, distinct)
+            if curved and len(np.unique(v)) >= 4:
+                self._add_curve((tamed - self.centre) / self.unit, s)
         if 1e-12 < self.gap < 1:
             self.parts.append(Part("missing", 1))
 
-    def _add_curve(self, v: Array, s: Array, distinct: Array) -> None:
-        count = min(KNOTS, len(distinct))
-        knots = np.unique(np.quantile(v, np.linspace(0, 1, count)))
+    @property
+    def leading(self) -> int:
+        """How many features enter pairs: the slope and the smoothest curve."""
+        return 2 if any(part.kind == "curve" for part in self.parts) else 1
+
+    def _tamed(self, v: Array) -> Array:
+        return np.arcsinh((v - self.middle) / self.scale)
+
+    def _add_curve(self, z: Array, s: Array) -> None:
+        distinct = np.unique(z)
+        steps = np.linspace(0, 1, min(KNOTS, len(distinct)))
+        knots = np.unique(quantiles(z, s, steps))
         if len(knots) < 4:
             # Most rows have one value: quantiles of the different values are more.
-            knots = np.unique(np.quantile(distinct, np.linspace(0, 1, count)))
-        # In units of the deviation, where values are neither huge nor tiny.
-        z, knots = (v - self.centre) / self.unit, (knots - self.centre) / self.unit
-        spline = SplineTransformer(degree=3, knots=knots[:, None], extrapolation="linear").fit(z[:, None])
-        B = spline.transform(z[:, None])
+            knots = np.unique(np.quantile(distinct, steps))
+        raw = Curve.through(knots)
+        B = raw(z)
         mean = s @ B
         slope = (s * z) @ (B - mean)
         B = B - mean - np.outer(z, slope)
@@ -88,21 +131,26 @@ class NumericTerm:
         kept = int((variance[:RANK] > 2e-3 * total).sum())
         if not total > 1e-10:
             return
-        self.spline, self.mean, self.slope = spline, mean, slope
-        self.basis = basis @ rotation[:, :kept] / np.sqrt(total)
+        basis = basis @ rotation[:, :kept] / np.sqrt(total)
+        self.curve, self.mean, self.slope = Curve(raw.knots, basis), mean @ basis, slope @ basis
         self.parts.append(Part("curve", kept))
 
-    def features(self, x: Array) -> list[Array]:
-        """The features of every part, for new values of the column."""
+    def features(self, x: Array, reach: float = REACH) -> list[Array]:
+        """The features of every part, for new values of the column.
+
+        Args:
+            reach: how far beyond the training rows a value counts as it is, as a share of their range.
+        """
         missing = np.isnan(x)
         found = []
         if self.varies:
-            z = np.where(missing, 0.0, (np.where(missing, self.centre, x) - self.centre) / self.unit)
+            margin = reach * (self.range[1] - self.range[0])
+            v = np.clip(np.where(missing, self.middle, x), self.range[0] - margin, self.range[1] + margin)
+            z = np.where(missing, 0.0, (self._tamed(v) - self.centre) / self.unit)
             found.append(z[:, None])
-            if self.spline is not None:
-                # Far outside the range the transformer's sums of large numbers would lose digits.
-                B = self.spline.transform(z[:, None]) - self.mean - np.outer(z, self.slope)
-                found.append(np.where(missing[:, None], 0.0, B @ self.basis))
+            if self.curve is not None:
+                curves = self.curve(z) - self.mean - np.outer(z, self.slope)
+                found.append(np.where(missing[:, None], 0.0, curves))
         if self.parts and self.parts[-1].kind == "missing":
             found.append(((missing - self.gap) / np.sqrt(self.gap * (1 - self.gap)))[:, None])
         return found
@@ -121,7 +169,12 @@ class CategoryTerm:
         self.two = len(self.levels) == 2
         self.parts = [Part("category", 1 if self.two else len(self.levels))] if len(self.levels) > 1 else []
 
-    def features(self, x: Array) -> list[Array]:
+    @property
+    def leading(self) -> int:
+        """How many features enter pairs: all categories."""
+        return self.parts[0].size
+
+    def features(self, x: Array, reach: float = REACH) -> list[Array]:
         if not self.parts:
             return []
         chosen = (_filled(x)[:, None] == self.levels).astype(float)
@@ -146,7 +199,6 @@ class PairTerm:
         self, first: int, second: int, terms: list[NumericTerm | CategoryTerm], blocks: list[list[Array]], weight: Array
     ) -> None:
         self.first, self.second = first, second
-        # The slope and the smoothest curve of a column of numbers, or all categories.
         self.curved = [any(part.kind == "curve" for part in terms[k].parts) for k in (first, second)]
         products, alone = self._raw(blocks)
         root = np.sqrt(weight / weight.sum())[:, None]
@@ -170,6 +222,14 @@ class PairTerm:
         a, b = (_leading(*both) for both in zip((one, two), self.curved, strict=True))
         products = (a[:, :, None] * b[:, None, :]).reshape(len(a), -1)
         return products, np.column_stack([np.ones(len(a)), *one, *two])
+
+
+def quantiles(v: Array, s: Array, steps: Array) -> Array:
+    """Of values with weights: a value of weight 2 counts as two values."""
+    order = np.argsort(v, kind="stable")
+    below = np.cumsum(s[order])
+    # The smallest value with at least this share at or below it, up to rounding.
+    return v[order][np.searchsorted(below, (1 - 1e-12) * steps * below[-1])]
 
 
 def _leading(block: list[Array], curved: bool) -> Array:

@@ -35,7 +35,10 @@ from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
 UNIT = 0.01
 BOX = (-7.0, 12.0)
 # Of a log-loss: where classes are almost separable, one Newton step is too short to tell what a row's absence changes.
-LOG_LOSS_BOX = (-2.0, 12.0)
+LOG_LOSS_BOX = (-3.0, 12.0)
+# The price of a degree of freedom beside that of the leave-one-out loss, as a share of it: many penalties can overfit
+# the leave-one-out loss alone.
+FREEDOM = 0.15
 GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
 
 
@@ -72,7 +75,7 @@ class TunedPenalties:
 
     Attributes:
         lam: the log penalty of every group of features.
-        value: the leave-one-out loss.
+        value: the leave-one-out loss, without a price of degrees of freedom.
         w: coefficients of shape outputs × features, and an intercept where the loss is not a square.
     """
 
@@ -118,18 +121,30 @@ class LeftOut:
             self.train = (X, y, weight[None])
 
     @property
+    def constant(self) -> float:
+        """The loss of a prediction without features, for squares."""
+        return 0.5 * float(self.weight @ (self.outputs**2).sum(1)) / self.total
+
+    @property
     def method(self) -> Method:
         if not self.squares:
             return NewtonLeftOut(1e-6)
         return KernelEquations() if self.by_rows else NormalEquations()
 
-    def problem(self, groups: Array, kinds: Array) -> Problem:
+    def problem(self, groups: Array, kinds: Array, near: float | None = None) -> Problem:
+        """The problem of these groups, each of a kind.
+
+        Args:
+            near: about what the loss is. Degrees of freedom then have a price; by default they have none.
+        """
         size, intercept = self.X.shape[1], not self.squares
         penalty = GroupPenalties(size, torch.from_numpy(groups), UNIT * self.total)
         model = LinearModels(self.loss, penalty, intercept)
         inner = LeastSquares(penalty) if self.squares and not self.by_rows else model
         tether = KindTether(kinds)
-        outer = LeaveOneOut(penalty, tether) if self.squares else LeftOutLoss(model, tether)
+        # The variance of a row's error is twice the loss of squares, and its log-loss is in nats already.
+        price = 0.0 if near is None else FREEDOM * (2 * near if self.squares else 1)
+        outer = LeaveOneOut(penalty, tether, price) if self.squares else LeftOutLoss(model, tether, price)
         shape = (1, self.outputs.shape[1], size + intercept)
         return Problem(inner, outer, init=lambda lam: lam.new_zeros(shape), check_derivatives=False)
 
@@ -143,20 +158,26 @@ class LeftOut:
         return TunedPenalties(lam, float(found.value), found.inner[0])
 
     def minimise(
-        self, problem: Problem, start: TunedPenalties, strength: float, max_iter: int, tol: float
+        self,
+        groups: Array,
+        kinds: Array,
+        start: TunedPenalties,
+        strength: float,
+        near: float,
+        algorithm: LBFGSB,
     ) -> TunedPenalties:
-        """λ that minimises the loss and the tether; its strength is relative to the loss at the start."""
+        """λ that minimises the priced loss and the tether; its strength is relative to the loss at the start."""
         held = strength * start.value / self.total
 
         def note(here: Iteration) -> None:
             self.history.append((float(here.hypergradient.value), float(here.hypergradient.grad.norm())))
 
         found = solve(
-            problem,
+            self.problem(groups, kinds, near),
             start.lam,
             self.task(held),
             method=self.method,
-            algorithm=LBFGSB(max_iter=max_iter, tol=tol),
+            algorithm=algorithm,
             constraint=Box(*self.box),
             iterations=10**9,
             start=start.w[None],
@@ -165,7 +186,7 @@ class LeftOut:
             callbacks=[note],
             progress=False,
         )
-        tuned = self.evaluate(problem, found.outer, found.inner)
+        tuned = self.evaluate(self.problem(groups, kinds), found.outer, found.inner)
         tuned.outcome = found.outcome
         return tuned
 
@@ -182,17 +203,25 @@ def grouped(pieces: list[Piece]) -> tuple[Array, Array, Array, list[str]]:
 
 
 def tune(
-    left_out: LeftOut, pieces: list[Piece], strength: float, max_iter: int, tol: float, known: dict[str, float] | None
+    left_out: LeftOut,
+    pieces: list[Piece],
+    strength: float,
+    algorithm: LBFGSB,
+    known: tuple[float, dict[str, float]] | None = None,
 ) -> tuple[TunedPenalties, dict[str, float]]:
     """The penalties of all groups, from one penalty for each kind of part; and those of the kinds.
 
     Args:
-        known: the log penalty of each kind to begin with; by default the best of a grid with all kinds alike.
         strength: of the tether; inf for one penalty for each kind.
+        known: the loss of a smaller model and the log penalty of each of its kinds, to begin with; by default the best
+            of a grid with all kinds alike.
     """
     own, kind, kind_of_own, names = grouped(pieces)
-    by_kind = left_out.problem(kind, np.arange(len(names)))
+    kinds = np.arange(len(names))
     if known is None:
+        # Degrees of freedom are dear at first: a fit through all rows, whose leave-one-out loss can be small by chance,
+        # is no place to begin.
+        by_kind = left_out.problem(kind, kinds, left_out.constant)
         best: TunedPenalties | None = None
         for level in (level for level in GRID if level >= left_out.box[0]):
             last = None if best is None else best.w[None]
@@ -201,13 +230,15 @@ def tune(
                 break
             best = here if best is None or here.value < best.value else best
         assert best is not None
+        near = best.value
     else:
-        begin = [known.get(name, known.get("curve", known.get("linear", 0.0)) + 2.0) for name in names]
+        near, level_of = known
+        begin = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
+        by_kind = left_out.problem(kind, kinds)
         best = left_out.evaluate(by_kind, torch.tensor(begin, dtype=torch.float64).clamp(*left_out.box))
-    tuned = left_out.minimise(by_kind, best, 0.0, max_iter, tol) if len(names) > 0 else best
+    tuned = left_out.minimise(kind, kinds, best, 0.0, near, algorithm)
     levels = dict(zip(names, tuned.lam.tolist(), strict=True))
-    each = left_out.problem(own, kind_of_own)
     spread = TunedPenalties(tuned.lam[torch.from_numpy(kind_of_own)], tuned.value, tuned.w, tuned.outcome)
     if math.isinf(strength) or len(kind_of_own) == len(names):
         return spread, levels
-    return left_out.minimise(each, spread, strength, max_iter, tol), levels
+    return left_out.minimise(own, kind_of_own, spread, strength, near, algorithm), levels

@@ -76,6 +76,7 @@ class IMAML(MAML):
     """
 
     Options: ClassVar[type[LearnerOptions]] = IMAMLOptions
+    stacks = False  # each episode has a linear system of its own
 
     @property
     def default_method(self) -> Method:  # type: ignore[override]

@@ -118,6 +118,7 @@ class RecurrentLearner(MAML):
     """A learner whose Φ_t is a recurrent network on coordinates, the same for every coordinate of w."""
 
     strategy: ClassVar[str] = "optimisation"
+    stacks = False  # the recurrent network sees the loss of one episode
 
     @property
     def adapts_network(self) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilevel import trees
 from bilevel.errors import BilevelError
+from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.bilevel_learner import BilevelLearner, DescentOptions
+from bilevel.methods.reverse import Reverse
+from bilevel.models._networks import stacked
 from bilevel.models.batch_norm import Mode
 from bilevel.problem import Problem, Task
 
+# Support images of this size are adapted to together. Where images are larger, small operations are a small cost.
+TOGETHER_BYTES = 256 * 1024
 Weights = Mapping[str, Tensor]
 HEAD = "head.weight"
 
@@ -47,12 +55,6 @@ class MAML(BilevelLearner):
     strategy: ClassVar[str] = "initialisation"
     batch_norm_modes: ClassVar[tuple[Mode, ...]] = ("episode",)
 
-    def __init__(
-        self, module: nn.Module | str | None, shape: tuple[int, int, int], *, chunk: int = 1, **options: Any
-    ) -> None:
-        # Every episode has weights of its own, so episodes share no work, and threads can take one each.
-        super().__init__(module, shape, chunk=chunk, **options)
-
     def build(self) -> None:
         if self.options.head == "learned":
             weight = torch.empty(self.features, self.options.head_ways)
@@ -79,6 +81,12 @@ class MAML(BilevelLearner):
     def adapts_network(self) -> bool:
         """Whether w has the weights of the network, or of the last layer only."""
         return True
+
+    @property
+    def stacks(self) -> bool:
+        """Whether several episodes are one problem, whose w has a first axis for them. Every episode moves as if alone,
+        but all take one step at a time."""
+        return self.adapts_network
 
     @property
     def offsets(self) -> bool:
@@ -108,6 +116,52 @@ class MAML(BilevelLearner):
         features = self.representation.here().together(weights, images) if self.adapts_network else images
         return features @ weights[HEAD]
 
+    # ------------------------------------------------------------------------------------------- episodes together
+
+    def group_size(self, meta_batch: int) -> int:
+        return max(1, min(self.chunk, meta_batch // 2)) if self.stacks else super().group_size(meta_batch)
+
+    def chunk_size(self, count: int) -> int:
+        threads = 1 if self.representation.alone() else torch.get_num_threads()
+        return min(self.chunk, ceil(count / threads))
+
+    def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
+        if not self.stacks:
+            return super().chunk_hypergradient(task)
+        (images, labels), method = task.train, self.method or self.default_method
+        saves = isinstance(method, Reverse) and method.saves_memory
+        size = 1 if saves else max(1, TOGETHER_BYTES // images[0].nbytes)
+        parts = [torch.split(x, size) for x in (images, labels, *task.val[:2])]
+        found = []
+        for support, classes, queries, answers in zip(*parts, strict=True):
+            problem = self._stacked(int(labels.max()) + 1, len(support))
+            one = Task((support, classes), (queries, answers))
+            result = hypergradient(problem, self.lam, one, dynamics=self.dynamics, steps=self.steps, method=method)
+            found.append((len(support) / len(images), result))
+        value = torch.stack([share * result.value for share, result in found]).sum()
+        return value, trees.map(lambda *grads: _weighted(grads, found), *(result.grad for _, result in found))
+
+    def _stacked(self, ways: int, count: int) -> Problem:
+        """The problem of so many episodes, whose f_T is the mean of theirs; built once."""
+
+        def inner(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
+            (images, labels), weights = batch, self.weights(w, lam)
+            with self.representation.here().unfused():
+                logits = torch.bmm(self.representation.here().networks(weights, images), weights[HEAD])
+            return sum_of_balanced_losses(logits, labels)
+
+        def outer(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
+            leaves = zip(*map(torch.unbind, w.values()), strict=True)
+            episodes = (dict(zip(w, own, strict=True)) for own in leaves)
+            logits = [self.logits(own, lam, queries) for own, queries in zip(episodes, batch[0], strict=True)]
+            return F.cross_entropy(torch.cat(logits), batch[1].flatten())
+
+        def init(lam: Weights) -> dict[str, Tensor]:
+            return {name: stacked(leaf, count) for name, leaf in self.start(lam, ways).items()}
+
+        key = (ways, count, self.method, "together")
+        return self._problems.setdefault(key, Problem(inner, outer, init))
+
     def problem(self, ways: int, *, training: bool = True) -> Problem:
         def encode(lam: Weights, task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
@@ -116,3 +170,19 @@ class MAML(BilevelLearner):
 
         problem = super().problem(ways, training=training)
         return problem if self.adapts_network else replace(problem, encode=encode)
+
+
+def sum_of_balanced_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Σ over episodes of the mean over classes of the mean cross-entropy, for logits episodes × images × classes.
+
+    >>> logits, labels = torch.tensor([[[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]]), torch.tensor([[0, 1, 1]])
+    >>> round(float(sum_of_balanced_losses(logits, labels)), 4)  # (1.3133 + 0.3133) / 2
+    0.8133
+    """
+    counts = F.one_hot(labels, logits.shape[2]).sum(1)
+    weights = 1 / (counts.gather(1, labels) * (counts > 0).sum(1, keepdim=True)).to(logits)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") @ weights.flatten()
+
+
+def _weighted(grads: Sequence[Tensor], found: Sequence[tuple[float, Any]]) -> Tensor:
+    return torch.stack([share * grad for grad, (share, _) in zip(grads, found, strict=True)]).sum(0)

@@ -32,6 +32,7 @@ class Minimum:
         apart: H_k has a block for each output and no others.
         more: functions of λ beside the penalties at which w is the minimiser, and the derivative of ∇L in their values.
         bytes: what the Hessians or their factors take.
+        in_weights: q ↦ ⟨q, ∂∇L⟩ with the derivative in the weights of rows, where these depend on λ.
     """
 
     w: Tensor
@@ -39,6 +40,7 @@ class Minimum:
     apart: bool = True
     more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
     bytes: int = 0
+    in_weights: Callable[[Tensor], Tensor] | None = None
 
     def solved_rows(self, rows: Tensor) -> Tensor:
         """x_i H_k⁻¹ for the rows x_i of every fold, folds × rows × features.
@@ -64,6 +66,8 @@ class MinimiserMethod(Method):
 
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
+    # Whether the weights of rows may depend on λ.
+    weighs_rows: ClassVar[bool] = False
 
     def __call__(self, process: Process) -> Hypergradient:
         with torch.no_grad():
@@ -86,13 +90,22 @@ class MinimiserMethod(Method):
             )
         if callable(bound.task.train):
             raise BilevelError(f"{name} needs one batch for all steps; task.train is a function. Use Reverse().")
+        if getattr(process.problem.inner, "weight", None) is not None and not self.weighs_rows:
+            raise BilevelError(
+                f"{name} takes the weights of rows from the data, but {wanted.__name__}(weight=…) computes them from "
+                "λ. Use NewtonLinear()."
+            )
         self.check_dynamics(process)
 
     def kind_of_data(self, process: Process) -> Hashable:
         """Functions that this package differentiates by hand are the same for all sizes of the data."""
-        inner, outer = process.problem.inner, process.problem.outer
+        inner: Any = process.problem.inner
+        outer = process.problem.outer
         by_hand = isinstance(outer, DeclaredOuter) and isinstance(outer.extra, FunctionOfLam)
-        if process.encoded or not by_hand or not isinstance(getattr(inner, "penalty", None), FunctionOfLam):
+        functions = [getattr(inner, "penalty", None)]
+        if getattr(inner, "weight", None) is not None:
+            functions.append(inner.weight)
+        if process.encoded or not by_hand or not all(isinstance(f, FunctionOfLam) for f in functions):
             return super().kind_of_data(process)
         task = process.bound.task
         data = (process.start, *process.variables, *task.train, *task.val)
@@ -126,7 +139,7 @@ class MinimiserMethod(Method):
         beside: Tensor | None = None,
         kept: Any = None,
         penalty_slope: Tensor | None = None,
-        more: Sequence[tuple[FunctionOfLam, Tensor]] = (),
+        more: Sequence[tuple[Callable[..., Tensor], Tensor]] = (),
         **stats: Any,
     ) -> Hypergradient:
         """The hypergradient from the adjoint q.
@@ -193,15 +206,20 @@ class LinearModelMethod(MinimiserMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
-        more = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        more: list[Any] = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        if found.in_weights is not None and not process.encoded:
+            inner: Any = process.problem.inner
+            more.append((inner.weight, -found.in_weights(q)))
         memory = found.bytes + 4 * found.w.nbytes
         return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
 
 
-def by_leave_one_out(process: Process) -> bool:
-    """Whether the outer objective is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
-    inner, outer, encoded = process.problem.inner, process.problem.outer, process.encoded
-    return isinstance(outer, LeaveOneOut) and outer.penalty is getattr(inner, "penalty", None) and not encoded
+def by_leave_one_out(process: Process) -> LeaveOneOut | None:
+    """The outer objective if it is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
+    inner, outer = process.problem.inner, process.problem.outer
+    if not isinstance(outer, LeaveOneOut) or outer.penalty is not getattr(inner, "penalty", None) or process.encoded:
+        return None
+    return outer
 
 
 def started(process: Process) -> Tensor:

@@ -47,12 +47,12 @@ class KernelEquations(LinearModelMethod):
         return Minimum(equations.fit(y), flattened(equations.adjoint), bytes=memory)
 
     def at_minimiser(self, process: Process) -> Hypergradient:
-        inner, bound = process.problem.inner, process.bound
+        inner, bound, outer = process.problem.inner, process.bound, by_leave_one_out(process)
         assert isinstance(inner, LinearModels)
-        if not by_leave_one_out(process) or inner.intercept or len(bound.task.train[2]) > 1:
+        if outer is None or inner.intercept or len(bound.task.train[2]) > 1:
             return super().at_minimiser(process)
-        equations = self._equations(process)
-        found = equations.left_out(*bound.task.val[1:4])
+        equations, (_, y, weight, own, _) = self._equations(process), bound.task.val
+        found = equations.left_out(y, weight, own, outer.freedom)
         return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
 
     def _equations(self, process: Process) -> _Equations:
@@ -104,7 +104,7 @@ class _Equations:
         q = self._woodbury(slope[..., :-1] - last * self.mean)
         return torch.cat([q, last / self.total[:, None, None] - q @ self.mean.mT], -1)
 
-    def left_out(self, y: Tensor, weight: Tensor, own: Tensor) -> LeaveOneOutSlopes:
+    def left_out(self, y: Tensor, weight: Tensor, own: Tensor, freedom: float) -> LeaveOneOutSlopes:
         """With B = I + S^½ K S^½: X A⁻¹ = S^−½ B⁻¹ S^½ X diag(1/α), and 1 − h is the diagonal of B⁻¹.
 
         The residuals of an almost exact fit are differences of large numbers in any other form.
@@ -115,7 +115,7 @@ class _Equations:
         residuals = y @ smoother.mT
         w = feature_sums((weight * residuals)[None], self.X)[0] / self.alpha
         Z = feature_sums(smoother[None], self.X)[0] / self.alpha
-        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - own, weight)
+        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - own, own, weight, freedom)
 
     def _woodbury(self, slope: Tensor) -> Tensor:
         scaled = slope / self.alpha

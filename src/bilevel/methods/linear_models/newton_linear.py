@@ -39,6 +39,7 @@ class NewtonLinear(LinearModelMethod):
     tol: float = 1e-8
     dense: bool | None = None
     structure: ClassVar[type | None] = LinearModels
+    weighs_rows: ClassVar[bool] = True
 
     def minimum(self, process: Process) -> Minimum:
         w = started(process)
@@ -48,7 +49,13 @@ class NewtonLinear(LinearModelMethod):
         w, scores = minimise(rows, w, solver, self.tol)
         solve = solver(scores)
         apart = w.shape[1] == 1 or isinstance(rows.model.loss, SquaredError)
-        return Minimum(w, lambda right: solve(right, self.tol, process.adjoint), apart, bytes=scores.nbytes)
+        return Minimum(
+            w,
+            lambda right: solve(right, self.tol, process.adjoint),
+            apart,
+            bytes=scores.nbytes,
+            in_weights=None if rows.model.weight is None else lambda q: rows.in_weights(scores, q),
+        )
 
 
 class PenalisedRows:
@@ -56,7 +63,8 @@ class PenalisedRows:
 
     def __init__(self, model: Any, batch: RowBatch, lam: Tree) -> None:
         self.model = model
-        self.X, self.y, self.weight = batch
+        self.X, self.y, self.share = batch
+        self.weight = model.weights(lam, self.share).detach()
         self.alpha = model.penalties(lam).detach()
 
     def scores(self, w: Tensor) -> Tensor:
@@ -70,6 +78,10 @@ class PenalisedRows:
     def slope(self, w: Tensor, scores: Tensor) -> Tensor:
         pulls = self.weight[:, None] * self.model.loss.slopes(scores, self.y)
         return self.model.transposed(pulls, self.X) + self.model.pulled(w, self.alpha)
+
+    def in_weights(self, scores: Tensor, q: Tensor) -> Tensor:
+        """⟨q, ∂∇L⟩ with the derivative in ω."""
+        return (self.share * (self.model.loss.slopes(scores, self.y) * self.scores(q)).sum(1)).sum(0)
 
     def cholesky(self, scores: Tensor) -> Solve:
         factors = factorised(self.hessians(scores))
@@ -127,19 +139,19 @@ class PenalisedRows:
         def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
             x = torch.zeros_like(right) if start is None else start.clone()
             residual = right - times(x) if start is not None else right.clone()
-            target = tol * _norms(right)
+            target, tiny = tol * _norms(right), torch.finfo(right.dtype).tiny
             direction = preconditioned = precondition(residual)
             slope = (residual * preconditioned).sum((1, 2))
             for _ in range(1000):
                 if bool((_norms(residual) <= target).all()):
                     break
                 image = times(direction)
-                length = slope / (direction * image).sum((1, 2)).clamp(min=1e-300)
+                length = slope / (direction * image).sum((1, 2)).clamp(min=tiny)
                 x = x + length[:, None, None] * direction
                 residual = residual - length[:, None, None] * image
                 preconditioned = precondition(residual)
                 before, slope = slope, (residual * preconditioned).sum((1, 2))
-                direction = preconditioned + (slope / before.clamp(min=1e-300))[:, None, None] * direction
+                direction = preconditioned + (slope / before.clamp(min=tiny))[:, None, None] * direction
             return x
 
         return solve
@@ -156,12 +168,15 @@ def minimise(
     scores = rows.scores(w)
     value = rows.values(w, scores)
     done = torch.zeros(len(w), dtype=torch.bool)
+    # Where w may have errors of that size, the error that a step leaves need not be smaller than a tenth.
+    accuracy = min(max(1e-4, 10 * tol), 0.1)
+    least = max(1e-13, 10 * torch.finfo(w.dtype).eps, 0.01 * tol**2)
     for _ in range(NEWTON_STEPS):
         slope = rows.slope(w, scores)
-        step = solver(scores)(slope, 1e-4, None)
+        step = solver(scores)(slope, accuracy, None)
         promised, moved = (slope * step).sum((1, 2)), rows.scores(step)
         # Convergence is quadratic by now: the step of such a fold is its last.
-        near = promised <= max(1e-13, 0.01 * tol**2) * value.abs()
+        near = promised <= least * value.abs()
         size, value = _line_search(rows, (w, scores), (step, moved), value, promised, near)
         size = size.masked_fill(done, 0)[:, None, None]
         w, scores = w - size * step, scores - size * moved

@@ -51,8 +51,8 @@ class NormalEquations(LinearModelMethod):
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner: Any = process.problem.inner
         alpha = inner.penalty(process.bound.lam)
-        if by_leave_one_out(process):
-            return self._left_out(process, self.minimum(process), alpha)
+        if (outer := by_leave_one_out(process)) is not None:
+            return self._left_out(process, self.minimum(process), alpha, outer.freedom)
         if alpha.ndim == 1:
             return super().at_minimiser(process)
         found = self.minimum(process)
@@ -61,9 +61,9 @@ class NormalEquations(LinearModelMethod):
         through = -(q.mT @ found.w).sum(0)
         return self.combined(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
 
-    def _left_out(self, process: Process, found: Minimum, alpha: Tensor) -> Hypergradient:
+    def _left_out(self, process: Process, found: Minimum, alpha: Tensor, freedom: float) -> Hypergradient:
         X, y, weight, own, _ = process.bound.task.val
         w, Z = found.w[0], found.solve(X[None])[0]
         kept = 1 - own - weight * (Z * X).sum(1)
-        slopes = LeaveOneOutSlopes.of(w, Z, y - w @ X.mT, kept, weight)
+        slopes = LeaveOneOutSlopes.of(w, Z, y - w @ X.mT, kept, own, weight, freedom)
         return self.left_out(process, slopes, alpha, peak_memory=found.bytes + Z.nbytes)

@@ -1,0 +1,105 @@
+"""One architecture with several sets of weights, computed together: MAML's episodes, each after steps of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from bilevel.models import _twice
+from bilevel.models._blocks import FusedSequential
+from bilevel.models._layers import is_plain, suits
+from bilevel.models.batch_norm import BatchNorm
+
+# Layers without weights that may follow the blocks.
+LAST = (nn.Flatten, nn.Identity)
+_KNOWN: WeakKeyDictionary[nn.Module, Networks | None] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Blocks of convolution, batch norm, ReLU and perhaps max-pooling, then layers without weights.
+
+    Attributes:
+        names: those of weight, scale and shift of every block; None for a scale or shift that batch norm does not have.
+    """
+
+    blocks: Sequence[_twice.Block]
+    names: Sequence[tuple[str, str | None, str | None]]
+    norms: Sequence[BatchNorm]
+    rest: Sequence[nn.Module]
+
+    def __call__(self, weights: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """The results for networks × images × C × H × W; the leaves of the weights have a first axis for networks."""
+        leaves = []
+        for weight, scale, shift in self.names:
+            filters = weights[weight]
+            leaves.append(filters)
+            leaves.append(filters.new_ones(filters.shape[:2]) if scale is None else weights[scale])
+            leaves.append(filters.new_zeros(filters.shape[:2]) if shift is None else weights[shift])
+        y, statistics = _twice.through(self.blocks, images, leaves)
+        for norm, mean, inverse in zip(self.norms, statistics[::2], statistics[1::2], strict=True):
+            if norm.seen is not None:
+                norm.note(mean[:, 0], inverse[:, 0] ** -2 - norm.eps)
+        y = y.flatten(0, 1)
+        for layer in self.rest:
+            y = layer(y)
+        return y.view(*images.shape[:2], *y.shape[1:])
+
+
+def networks(module: nn.Module, images: Tensor) -> Networks | None:
+    """The module as `Networks`, if it is one and batch norm is to normalise every set by itself."""
+    if module not in _KNOWN:
+        _KNOWN[module] = _parsed(module)
+    found = _KNOWN[module]
+    own = found is not None and all(norm.by == "own" and norm.sizes is None for norm in found.norms)
+    return found if own and suits(images) else None
+
+
+def stacked(leaf: Tensor, count: int) -> Tensor:
+    """So many copies of a leaf; filters keep their order in memory, which the products depend on."""
+    if leaf.ndim != 4:
+        return leaf.expand(count, *leaf.shape).clone()
+    return leaf.permute(0, 2, 3, 1).expand(count, -1, -1, -1, -1).clone().permute(0, 1, 4, 2, 3)
+
+
+def _parsed(module: nn.Module) -> Networks | None:
+    if type(module) is not FusedSequential:
+        return None
+    named = {id(parameter): name for name, parameter in module.named_parameters()}
+    layers, blocks, names, norms = list(_flat(module)), [], [], []
+    while len(layers) >= 3:
+        conv, norm, relu, *after = layers
+        if not (isinstance(conv, nn.Conv2d) and is_plain(conv) and isinstance(norm, BatchNorm)):
+            break
+        if type(relu) not in (nn.ReLU, nn.Identity):
+            break
+        window = _window(after[0]) if after else None
+        layers = after if window is None else after[1:]
+        blocks.append(_twice.Block(_pair(conv.stride), _pair(conv.padding), norm.eps, type(relu) is nn.ReLU, window))
+        names.append((named[id(conv.weight)], named.get(id(norm.weight)), named.get(id(norm.bias))))
+        norms.append(norm)
+    return Networks(blocks, names, norms, layers) if blocks and all(type(x) in LAST for x in layers) else None
+
+
+def _flat(module: nn.Module) -> Iterator[nn.Module]:
+    for layer in module._modules.values():
+        assert layer is not None
+        if type(layer) is FusedSequential:
+            yield from _flat(layer)
+        else:
+            yield layer
+
+
+def _window(layer: nn.Module) -> tuple[Any, ...] | None:
+    """The settings of max-pooling as torch's function takes them."""
+    if type(layer) is not nn.MaxPool2d or layer.dilation != 1 or layer.return_indices:
+        return None
+    return *map(_pair, (layer.kernel_size, layer.stride, layer.padding)), [1, 1], layer.ceil_mode
+
+
+def _pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
