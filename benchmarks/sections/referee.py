@@ -3,41 +3,93 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.environments import NotInstalled, python_of, single_threaded
+from harness.timing import TOLERANCE, Disagreement
 
 if TYPE_CHECKING:
     from harness.figures import Figures
+    from harness.pictures import Picture
     from harness.section import Bench
     from harness.tables import Table
+    from harness.targets import Target
 
 ORDER = 90
 TITLE = "The outside referee"
 WHAT = """
 The problems, metrics and solvers of benchmark_bilevel (benchopt), with the best settings that it publishes for each
-solver, beside ours behind the same interface. `simulated` are its quadratics; the logistic problem has a penalty per
-feature and rows of ijcnn1's sizes that are made locally; hyper-cleaning has 20,000 weights and half of the labels at
-random. Processor time of the solver alone, one thread, without compilation, until the metric reaches the target:
-‖∇h‖² ≤ 1e-6, or the least validation error that any of their solvers reaches in the time given. Medians over seeds.
+solver or else its defaults, beside ours behind the same interface. `simulated` are its quadratics; the logistic problem
+has a penalty per feature and rows of ijcnn1's sizes that are made locally; hyper-cleaning has 20,000 weights and half
+of the labels at random. Processor time of the solver alone, one thread, without compilation and checks, until the
+metric reaches the target: ‖∇h‖² ≤ 1e-6, or the least validation error that any of their solvers reaches in the time
+given. Medians over seeds. "Single loop" are our stochastic algorithms with the settings of theirs; "structure" are
+methods that use what the problem is. One of them minimises another outer objective, the cross-entropy of twice the
+scores, because the referee's metric is the error and not its outer objective. The objectives in torch are compared with
+the referee's first.
 """
 FETCH = (
     "Not measured: pass a checkout of github.com/benchopt/benchmark_bilevel with "
     "`python benchmarks/run.py --only referee --checkout PATH`."
 )
-REQUIREMENTS = ["benchopt", "jax", "jaxopt", "optax", "optuna", "torch", "scikit-learn", "pyyaml", "scipy", "optree"]
+MNIST = "Not measured: hyper-cleaning reads MNIST from the folder `mnist` of the data root; set BILEVEL_DATA."
+REQUIREMENTS = [
+    *("benchopt", "jax", "jaxopt", "optax", "optuna", "scikit-learn", "pyyaml"),
+    *("torch", "optree", "scipy", "typing_extensions", "lazy_loader"),
+]
 THEIRS = (
     *("saba", "soba", "srba", "stocbio", "amigo", "mrbo", "vrbo", "fsla", "f2sa", "bsa", "ttsa", "sustain", "bome"),
     *("pzobo", "jaxopt_gd", "jaxopt_itd", "optuna"),
 )
-OURS = {"quadratics": "bilevel_quadratic", "logistic": "bilevel_newton", "cleaning": "bilevel_cleaning"}
+QUICK = ("saba", "srba")
+LOOPS = tuple(
+    f"bilevel_{name}" for name in ("saba", "soba", "srba", "stocbio", "amigo", "mrbo", "ttsa", "sustain", "bome")
+)
+SHARP = "bilevel_cleaning_sharp"
+STRUCTURES = {
+    "quadratics": ("bilevel_quadratic",),
+    "logistic": ("bilevel_newton",),
+    "cleaning": ("bilevel_cleaning", SHARP),
+}
+SECONDS = {"quadratics": 8.0, "logistic": 3.0, "cleaning": 12.0}
 # Optuna proposes each of the 20,000 weights by itself and does not come back.
 LEFT_OUT = {"cleaning": {"optuna"}}
+GRADIENT = 1e-6
+
+
+@dataclass(frozen=True)
+class Run:
+    """One solver on one problem and seed.
+
+    Attributes:
+        values: seconds, iterations and the metric, wherever the metric was better than before.
+        losses: the same for the outer objective.
+        error: why it did not run to its end.
+    """
+
+    problem: str
+    seed: int
+    solver: str
+    label: str
+    published: bool = False
+    values: list[list[float]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+    iterations: int = 0
+    error: str = ""
+
+    @property
+    def group(self) -> str:
+        if self.solver in THEIRS:
+            return "benchmark_bilevel"
+        return "ours, single loop" if self.solver in LOOPS else "ours, structure"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
@@ -48,44 +100,126 @@ def measure(bench: Bench) -> dict[str, Any]:
         interpreter = os.environ.get("REFEREE_PYTHON") or str(python_of("referee", REQUIREMENTS))
     except NotInstalled as error:
         return {"missing": f"Not measured: {error}"}
-    seeds, seconds = bench.pick(quick=(1, 5.0), full=(3, 30.0))
-    found: dict[str, Any] = {"seconds": seconds, "seeds": seeds}
-    for problem, ours in OURS.items():
-        target = 0.0 if problem == "cleaning" else 1e-6
-        names = [ours, *(name for name in THEIRS if name not in LEFT_OUT.get(problem, ()))]
-        found[problem] = []
+    problems = [problem for problem in STRUCTURES if problem != "cleaning" or os.environ.get("BILEVEL_DATA")]
+    apart = compared(bench.folder / "compared", [interpreter, "-m", "referee.objectives", checkout, *problems])
+    bench.tick("objectives compared", 0.1)
+    seeds, share = bench.pick(quick=(1, 0.25), full=(3, 1.0))
+    runs = []
+    for problem in problems:
+        single, theirs = bench.pick(quick=(LOOPS[:1], QUICK), full=(LOOPS, THEIRS))
+        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in LEFT_OUT.get(problem, ())]
         for seed in range(seeds):
-            words = [interpreter, "-m", "referee.arena", checkout, problem, str(seed), str(seconds), str(target)]
-            found[problem] += [{**curve, "seed": seed} for curve in ask(bench, [*words, *names])]
-            bench.tick(f"{problem}, seed {seed}", 1 / (seeds * len(OURS)))
-    return found
+            words = [interpreter, "-m", "referee.arena", checkout, problem, str(seed), str(share * SECONDS[problem])]
+            for found in ask(bench.folder / "arena", [*words, "0" if problem == "cleaning" else str(GRADIENT), *names]):
+                runs.append(asdict(Run(problem, seed, **found)))
+            bench.tick(f"{problem}, seed {seed}", 0.9 / (seeds * len(problems)))
+    return {"apart": apart, "seeds": seeds, "seconds": {p: share * SECONDS[p] for p in problems}, "runs": runs}
 
 
-def ask(bench: Bench, words: list[str]) -> list[dict[str, Any]]:
-    """The curve of each solver, one process for all of them. A process that dies gives what it has printed."""
+def compared(folder: Path, words: list[str]) -> dict[str, float]:
+    """The largest relative difference of values and gradients, ours in torch and theirs in JAX, for each problem."""
+    apart = {found["problem"]: found["apart"] for found in ask(folder, words)}
+    for problem in words[4:]:
+        if not apart.get(problem, math.inf) <= TOLERANCE:
+            found = apart.get(problem, "not computed")
+            raise Disagreement(
+                f"The objectives of {problem} in torch and the referee's differ: {found}, allowed {TOLERANCE:g}. "
+                f"Run `{' '.join(words[1:])}` to see more."
+            )
+    return apart
+
+
+def ask(folder: Path, words: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects that a process prints, line by line. A process that dies gives what it has printed."""
     home = Path(__file__).resolve().parents[1]
     environment = {**single_threaded(), "PYTHONPATH": os.pathsep.join([str(home.parent / "src"), str(home)])}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=bench.folder)
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=folder
+    )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def reached(curves: list[dict[str, Any]], problem: str) -> dict[str, tuple[float | None, float]]:
-    """By solver: median seconds to the target, None where it was not reached, and the median of the best value."""
-    goal: dict[int, float] = {}
-    for seed in {curve["seed"] for curve in curves}:
-        rivals = [min(c["values"]) for c in curves if c["seed"] == seed and c["solver"] in THEIRS and c["values"]]
-        goal[seed] = min(rivals, default=0.0) if problem == "cleaning" else 1e-6
-    found = {}
-    for name in dict.fromkeys(curve["solver"] for curve in curves if curve["values"]):
-        mine = [curve for curve in curves if curve["solver"] == name and curve["values"]]
-        times = [
-            next((t for t, v in zip(c["times"], c["values"], strict=True) if v <= goal[c["seed"]]), float("inf"))
-            for c in mine
-        ]
-        middle = statistics.median(times)
-        best = statistics.median(min(curve["values"]) for curve in mine)
-        found[name] = (middle if middle < float("inf") else None, best)
-    return found
+@dataclass(frozen=True)
+class Summary:
+    """Medians over seeds of one solver on one problem; infinite where the goal was not reached."""
+
+    run: Run
+    seconds: float
+    iterations: float
+    best: float
+    loss_seconds: float
+    loss: float
+    per_iteration: float
+
+    @staticmethod
+    def of(runs: list[Run], goals: dict[int, float], loss_goals: dict[int, float]) -> Summary:
+        firsts = [first(run.values, goals[run.seed]) for run in runs]
+        return Summary(
+            runs[0],
+            statistics.median(seconds for seconds, _ in firsts),
+            statistics.median(iterations for _, iterations in firsts),
+            statistics.median(run.values[-1][2] for run in runs),
+            statistics.median(first(run.losses, loss_goals[run.seed])[0] for run in runs),
+            statistics.median(run.losses[-1][2] for run in runs),
+            statistics.median(run.seconds / max(run.iterations, 1) for run in runs),
+        )
+
+
+def first(curve: list[list[float]], goal: float) -> tuple[float, float]:
+    """The seconds and iterations after which the goal is reached."""
+    return next(((time, count) for time, count, value in curve if value <= goal), (math.inf, math.inf))
+
+
+def summaries(figures: Figures, problem: str) -> dict[str, Summary]:
+    """By solver, the fastest first."""
+    runs = [run for run in figures.rows(Run, "runs") if run.problem == problem and run.values]
+    seeds = {run.seed for run in runs}
+    rivals = {seed: [run for run in runs if run.seed == seed and run.solver in THEIRS] for seed in seeds}
+    least = {s: min((run.values[-1][2] for run in rivals[s]), default=math.inf) for s in seeds}
+    goals = least if problem == "cleaning" else dict.fromkeys(seeds, GRADIENT)
+    loss_goals = {s: min((run.losses[-1][2] for run in rivals[s]), default=math.inf) for s in seeds}
+    by_solver: dict[str, list[Run]] = {}
+    for run in runs:
+        by_solver.setdefault(run.solver, []).append(run)
+    found = [Summary.of(some, goals, loss_goals) for some in by_solver.values()]
+    return {s.run.solver: s for s in sorted(found, key=lambda s: (s.seconds, s.best))}
+
+
+def targets(figures: Figures) -> Iterator[Target]:
+    from harness.targets import Target
+
+    if "missing" in figures.stored:
+        return
+
+    def fastest(found: dict[str, Summary], names: tuple[str, ...], key: str = "seconds") -> float:
+        return min((getattr(found[name], key) for name in names if name in found), default=math.inf)
+
+    def ratio(claim: str, case: str, ours: float, theirs: float, limit: float, faster: bool = False) -> Target:
+        """Ours over theirs, or theirs over ours where it says how much faster; theirs may not have come that far."""
+        value = theirs / ours if faster else ours / theirs
+        if math.isinf(ours):
+            return Target(claim, case, None, limit, "ours did not reach it", at_least=faster)
+        words = f"{ours:.3g} s, theirs {theirs:.3g} s" if math.isfinite(theirs) else f"{ours:.3g} s, theirs not reached"
+        return Target(claim, case, value, limit, words, at_least=faster)
+
+    if found := summaries(figures, "logistic"):
+        ours, theirs = fastest(found, STRUCTURES["logistic"]), fastest(found, THEIRS)
+        yield ratio("‖∇h‖² ≤ 1e-6 as soon as the fastest of theirs", "logistic", ours, theirs, 1.0)
+    if found := summaries(figures, "cleaning"):
+        ours, theirs = fastest(found, STRUCTURES["cleaning"]), fastest(found, THEIRS)
+        yield ratio("least validation error 1.5 times faster than theirs", "cleaning", ours, theirs, 1.5, True)
+        same = fastest(found, STRUCTURES["cleaning"][:1], "loss_seconds")
+        theirs = fastest(found, THEIRS, "loss_seconds")
+        yield ratio("least validation loss 1.5 times faster than theirs", "cleaning", same, theirs, 1.5, True)
+    if found := summaries(figures, "quadratics"):
+        ours, theirs = fastest(found, STRUCTURES["quadratics"]), fastest(found, ("saba",))
+        yield ratio("‖∇h‖² ≤ 1e-6 as soon as their SABA", "quadratics", ours, theirs, 1.0)
+        one, other = (found.get(name) for name in ("bilevel_saba", "saba"))
+        if one and other:
+            times = one.per_iteration, other.per_iteration
+            words = f"{times[0] * 1e3:.2f} and {times[1] * 1e3:.2f} ms"
+            yield Target("an iteration of SABA within 3 times JAX", "quadratics", times[0] / times[1], 3.0, words)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
@@ -94,8 +228,56 @@ def tables(figures: Figures) -> Iterator[Table]:
     if "missing" in figures.stored:
         yield Table("Solvers", ["what is missing"], [[figures["missing"]]])
         return
-    note = f"At most {figures['seconds']:g} s a solver, {figures['seeds']} seeds; processor time, one thread."
-    for problem in OURS:
-        rows = sorted(reached(figures[problem], problem).items(), key=lambda row: (row[1][0] or 1e9, row[1][1]))
-        body = [[name, "not reached" if time is None else f"{time:.2f}", f"{best:.3g}"] for name, (time, best) in rows]
-        yield Table(problem, ["solver", "seconds to the target", "best value"], body, note)
+    rows = [[problem, f"{apart:.1e}"] for problem, apart in figures["apart"].items()]
+    yield Table(
+        "Objectives in torch and in JAX", ["problem", "largest difference"], rows, "Values and gradients, float64."
+    )
+    for problem, seconds in figures["seconds"].items():
+        found = summaries(figures, problem)
+        cleaning = problem == "cleaning"
+        columns = ["solver", "whose", "seconds to the target", "iterations", "ms per iteration", "best value"]
+        columns += ["seconds to their least loss", "least loss"] if cleaning else []
+        body = []
+        for s in found.values():
+            more = [number(s.loss_seconds), f"{s.loss:.4f}"] if cleaning else []
+            best, each = f"{s.best:.4g}", f"{s.per_iteration * 1e3:.3g}"
+            body.append([s.run.label, s.run.group, number(s.seconds), number(s.iterations), each, best, *more])
+        failed = [run for run in figures.rows(Run, "runs") if run.problem == problem and run.error and run.seed == 0]
+        note = f"At most {seconds:g} s a solver, {figures['seeds']} seeds; processor time, one thread."
+        note += "".join(f" {run.label}: {run.error}." for run in failed)
+        yield Table(problem, columns, body, note)
+    if "cleaning" not in figures["seconds"]:
+        yield Table("cleaning", ["what is missing"], [[MNIST]])
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) and value < 1000 else f"{value:,.0f}" if math.isfinite(value) else "–"
+
+
+def pictures(figures: Figures) -> Iterator[Picture]:
+    if "missing" in figures.stored:
+        return
+    import matplotlib.pyplot as plt
+
+    from harness.pictures import Picture
+
+    colours = {"benchmark_bilevel": "#b8b8b8", "ours, single loop": "#4aa3c7", "ours, structure": "#1f5fa8"}
+    problems = list(figures["seconds"])
+    figure, axes = plt.subplots(1, len(problems), figsize=(4.6 * len(problems), 3.6), squeeze=False)
+    for axis, problem in zip(axes[0], problems, strict=True):
+        for run in figures.rows(Run, "runs"):
+            if run.problem == problem and run.seed == 0 and len(run.values) > 1:
+                # From the first value that is not the start, up to the end of the run.
+                times, _, values = zip(*run.values[1:], [run.seconds, 0, run.values[-1][2]], strict=True)
+                ours = run.group != "benchmark_bilevel"
+                axis.step(
+                    times, values, where="post", color=colours[run.group], lw=1.6 if ours else 0.9, zorder=1 + ours
+                )
+        error = problem == "cleaning"
+        axis.set(xscale="log", yscale="linear" if error else "log", title=problem, xlabel="seconds of processor time")
+        axis.set_ylabel("validation error" if error else "‖∇h‖²")
+        axis.set_ylim(top=0.25) if error else None
+    handles = [plt.Line2D([], [], color=colour, lw=1.6) for colour in colours.values()]
+    figure.legend(handles, list(colours), ncol=3, loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False)
+    figure.tight_layout()
+    yield Picture("referee.png", "The best value so far of each solver against its processor time", figure)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch.nn.functional import one_hot
 
 import bilevel as bl
@@ -26,11 +25,11 @@ class Solver(TorchSolver):
         features, classes = ours.train[0].shape[1], int(ours.train[1].max()) + 1
 
         def rows(x: Any, y: Any) -> tuple[Any, ...]:
-            return x, one_hot(y, classes).T.to(x.dtype).contiguous(), torch.full((1, len(x)), 1 / len(x))
+            return x, one_hot(y, classes).T.to(x.dtype).contiguous(), x.new_full((1, len(x)), 1 / len(x))
 
-        none, penalties = torch.zeros(()), torch.full((features,), 2 * ours.l2)
+        none, penalties = self.w0.new_zeros(()), self.w0.new_full((features,), 2 * ours.l2)
         model = LinearModels(LogLoss(), lambda weights: penalties, weight=lambda weights: weights)
-        self.start = torch.zeros(1, classes, features)
+        self.start = self.w0.new_zeros(1, classes, features)
         self.problem = bl.Problem(model, HeldOutLoss(model, lambda weights, data: none), lambda weights: self.start)
         self.task = bl.Task(rows(*ours.train[:2]), (*rows(self.sharpness * ours.val[0], ours.val[1]), none))
 

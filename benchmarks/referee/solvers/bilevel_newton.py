@@ -22,9 +22,9 @@ class Solver(TorchSolver):
     def prepare(self, ours: Bridged) -> None:
         def rows(data: Any) -> tuple[Any, ...]:
             x, y = data
-            return x, (y > 0).to(x.dtype)[None], torch.full((1, len(x)), 1 / len(x))
+            return x, (y > 0).to(x.dtype)[None], x.new_full((1, len(x)), 1 / len(x))
 
-        model, none = LinearModels(LogLoss(), torch.exp), torch.zeros(())
+        model, none = LinearModels(LogLoss(), torch.exp), self.w0.new_zeros(())
         self.start = self.w0.view(1, 1, -1)
         self.problem = bl.Problem(model, HeldOutLoss(model, lambda lam, data: none), lambda lam: self.start)
         self.task = bl.Task(rows(ours.train), (*rows(ours.val), none))
