@@ -110,7 +110,7 @@ class Clock:
         self.frequency = getattr(solver, "eval_freq", 1)
         self.values: list[list[float]] = []
         self.losses: list[list[float]] = []
-        self.calls, self.spent, self.began = -1, 0.0, time.process_time()
+        self.calls, self.spent, self.first, self.began = -1, 0.0, 0.0, time.process_time()
 
     def __call__(self) -> bool:
         import jax
@@ -118,6 +118,8 @@ class Clock:
         self.calls += 1
         result = jax.block_until_ready(self.solver.get_result()) if self.calls else None
         self.spent += time.process_time() - self.began
+        if self.calls == 1:
+            self.first = self.spent
         result = result or {"inner_var": self.judge.inner_var0, "outer_var": self.judge.outer_var0}
         value = float(self.judge.evaluate_result(**result)["value"])
         loss = float(self.judge.f_outer(**result, start=0, batch_size=self.judge.n_samples_outer))
@@ -139,6 +141,7 @@ class Clock:
             "losses": self.losses,
             "seconds": round(self.spent, 4),
             "iterations": self.iterations,
+            "per_iteration": (self.spent - self.first) / max(self.iterations - self.frequency, 1),
         }
 
 

@@ -71,6 +71,7 @@ class Run:
     Attributes:
         values: seconds, iterations and the metric, wherever the metric was better than before.
         losses: the same for the outer objective.
+        per_iteration: seconds, without what comes before the first call of the callback.
         error: why it did not run to its end.
     """
 
@@ -83,6 +84,7 @@ class Run:
     losses: list[list[float]] = field(default_factory=list)
     seconds: float = 0.0
     iterations: int = 0
+    per_iteration: float = 0.0
     error: str = ""
 
     @property
@@ -162,7 +164,7 @@ class Summary:
             statistics.median(run.values[-1][2] for run in runs),
             statistics.median(first(run.losses, loss_goals[run.seed])[0] for run in runs),
             statistics.median(run.losses[-1][2] for run in runs),
-            statistics.median(run.seconds / max(run.iterations, 1) for run in runs),
+            statistics.median(run.per_iteration for run in runs),
         )
 
 
@@ -270,9 +272,8 @@ def pictures(figures: Figures) -> Iterator[Picture]:
                 # From the first value that is not the start, up to the end of the run.
                 times, _, values = zip(*run.values[1:], [run.seconds, 0, run.values[-1][2]], strict=True)
                 ours = run.group != "benchmark_bilevel"
-                axis.step(
-                    times, values, where="post", color=colours[run.group], lw=1.6 if ours else 0.9, zorder=1 + ours
-                )
+                look = {"lw": 1.6, "zorder": 2, "marker": "o", "ms": 3} if ours else {"lw": 0.9, "zorder": 1}
+                axis.step(times, values, where="post", color=colours[run.group], **look)
         error = problem == "cleaning"
         axis.set(xscale="log", yscale="linear" if error else "log", title=problem, xlabel="seconds of processor time")
         axis.set_ylabel("validation error" if error else "‖∇h‖²")
