@@ -16,6 +16,7 @@ from bilevel.cli import build
 from bilevel.cli._classification import ClassifyOptions, classify
 from bilevel.cli._classification_picture import worst_first
 from bilevel.cli._user_pictures import printable
+from bilevel.learners import library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.settings import TrainingSettings
 
@@ -248,6 +249,24 @@ def test_a_learner_that_was_only_saved_is_taken(models, user):
     for spec in ("model", "model.safetensors", "model.json"):
         given = ["classify", user / spec, "--support", user / "known", "--query", user / "new", "--json"]
         assert answer(CliRunner().invoke(build(), list(map(str, given))))["accuracy"]["of"] == 9
+
+
+def test_a_saved_learner_prepares_pictures_as_the_model_that_it_was(user):
+    learner = library.find("zoo:omniglot-5way-1shot").learner
+    HyperRepresentation.load(library.ZOO / "omniglot-5way-1shot").save(user / "loaded")
+    learner.save(user / "model")
+    given = ["--support", str(user / "known"), "--query", str(user / "new"), "--json"]
+    zoo, *saved = (
+        answer(CliRunner().invoke(build(), ["classify", spec, *given]))
+        for spec in ("zoo:omniglot-5way-1shot", str(user / "model"), str(user / "loaded"))
+    )
+    for found in saved:
+        assert found["preparation"] == zoo["preparation"] and found["accuracy"] == zoo["accuracy"]
+    learner.preparation = None
+    learner.save(user / "silent")
+    found = answer(CliRunner().invoke(build(), ["classify", str(user / "silent"), *given]))
+    assert found["preparation"] == zoo["preparation"]
+    assert "silent does not say how its pictures are prepared. 15 of 15 pictures look like" in found["notes"][0]
 
 
 @pytest.mark.parametrize(

@@ -177,3 +177,22 @@ def test_another_learner_that_does_not_fit(run):
     assert done.exit_code == 2 and "ridge-head" in done.output
     done = here("evaluate", run, *FEW, "--set", "penalty=2")
     assert done.exit_code == 2 and "--learner" in done.output
+
+
+def test_calibrating_changes_the_card_and_nothing_else(run, tmp_path):
+    done = here("evaluate", run, *FEW, "--save", tmp_path / "model")
+    assert done.exit_code == 0, done.output
+    weights, before = (tmp_path / "model.safetensors").read_bytes(), read_json(tmp_path / "model.json")
+    found = json.loads(here("calibrate", tmp_path / "model", "--episodes", 4, "--json").stdout)
+    card = read_json(tmp_path / "model.json")
+    assert card == {**before, "calibrations": found} and card["calibrations"] != before["calibrations"]
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+    assert [(one["ways"], one["shots"]) for one in found][:3] == [(3, 1), (2, 1), (2, 5)]
+    assert all(one["episodes"] == 4 and one["batch_norm"] == "support" for one in found)
+    said = here("calibrate", run, "--episodes", 4)
+    assert said.exit_code == 0 and "5-way 1-shot" in said.stdout, said.output
+    assert [one["ways"] for one in library.find(str(run)).calibrations] == [one["ways"] for one in found]
+    HyperRepresentation("omniglot-net", (1, 28, 28)).save(tmp_path / "bare")
+    for spec, why in ((tmp_path / "bare", "does not say which data"), ("zoo:omniglot-5way-1shot", "with the package")):
+        refused = here("calibrate", spec)
+        assert refused.exit_code == 2 and why in refused.stderr

@@ -1,11 +1,14 @@
 """`fit`: a module of one's own, trained from Python."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import bilevel as bl
 from bilevel import BilevelError
+from bilevel.data.preparation import Preparation
 from bilevel.learners import fit, library
 from bilevel.learners.catalogue.maml import MAML
 
@@ -31,6 +34,14 @@ def test_it_goes_on_bit_for_bit_and_reads_what_is_finished(data, tmp_path, kind)
         assert all(torch.equal(whole.lam[name], other.lam[name]) for name in whole.lam)
     with pytest.raises(BilevelError, match="has a module of its own"):
         library.find(str(tmp_path / "whole"))
+
+
+def test_the_card_says_how_the_pictures_of_the_data_are_prepared(data, tmp_path):
+    how = Preparation("drawing", 1, 16, 16)
+    trained = learner()
+    fit(trained, replace(data, preparation=how), tmp_path / "run", iterations=1, **HOW)
+    trained.save(tmp_path / "model")
+    assert bl.HyperRepresentation.load(tmp_path / "model", module=learner().module).preparation == how
 
 
 def test_wrong_settings(data, tmp_path):

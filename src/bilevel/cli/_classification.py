@@ -17,7 +17,7 @@ from torch import Tensor
 from bilevel.cli import _user_pictures
 from bilevel.cli._output import console
 from bilevel.cli._user_pictures import Pictures
-from bilevel.data.preparation import Preparation
+from bilevel.data.preparation import Kind, Preparation
 from bilevel.errors import BilevelError
 from bilevel.files import write_bytes
 from bilevel.learners import choice, library
@@ -185,6 +185,9 @@ def classify(
             notes.append(f"No model was named. {chosen.why}")
         model, classifier = trained(spec, options.batch_norm), None
         preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
+        if not model.knows_preparation:
+            preparation, why = _guessed(preparation, found)
+            notes.append(f"{spec} does not say how its pictures are prepared. {why}")
     found, labelled, asked, more = _user_pictures.read(found, preparation, options.strict)
     if classifier is None:
         classifier = adapted(model, labelled.images, found.labels(), options.steps)
@@ -202,13 +205,27 @@ def classify(
 
 
 def _chosen(found: _user_pictures.PictureFiles) -> choice.Choice:
-    """A model for these pictures; unreadable ones have no say."""
-    files = found.everything()
-    some = files[:: max(1, len(files) // LOOKED_AT)]
-    drawn = [_user_pictures.looks_drawn(file) for file in some]
-    known = [one for one in drawn if one is not None]
+    """A model for these pictures."""
     labelled = [len(files) for files in found.classes.values()]
-    return choice.choose(sum(known), len(known), len(labelled), sum(labelled) / len(labelled))
+    return choice.choose(*_drawn(found), len(labelled), sum(labelled) / len(labelled))
+
+
+def _guessed(usual: Preparation, found: _user_pictures.PictureFiles) -> tuple[Preparation, str]:
+    """How pictures are prepared for a model that does not say it, and why, as a sentence."""
+    drawn, looked_at = _drawn(found)
+    kind: Kind = "drawing" if usual.channels == 1 and 2 * drawn > looked_at else "photograph"
+    return replace(usual, kind=kind), (
+        f"{drawn} of {looked_at} pictures look like drawings, and the model takes {usual.channels} channels, so they "
+        f"are prepared as {kind}s. Before you save a learner, set learner.preparation to that of its data."
+    )
+
+
+def _drawn(found: _user_pictures.PictureFiles) -> tuple[int, int]:
+    """How many of some of the pictures look like drawings, and of how many; unreadable ones have no say."""
+    files = found.everything()
+    seen = [_user_pictures.looks_drawn(file) for file in files[:: max(1, len(files) // LOOKED_AT)]]
+    known = [one for one in seen if one is not None]
+    return sum(known), len(known)
 
 
 def show(result: Classification, top: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 import typer
 
+from bilevel.cli._calibrating import GRID, for_shapes
 from bilevel.cli._output import console
 from bilevel.cli.train import with_own_settings
 from bilevel.data import ImageDataset
-from bilevel.errors import BilevelError
-from bilevel.files import write_json
 from bilevel.learners import library
-from bilevel.learners.calibration import QUERIES, Calibration, calibrate
+from bilevel.learners.calibration import Calibration
 from bilevel.learners.evaluation import EpisodeScore, choose_and_test
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.stages import with_learner
@@ -29,8 +27,7 @@ from bilevel.progress import bar
 from bilevel.source_commit import commit
 from bilevel.training.folder import RunFolder
 
-# Classes and labelled pictures of each for which a saved model is calibrated, and episodes of each split for it.
-GRID = tuple((ways, shots) for ways in (2, 3, 5, 10, 20) for shots in (1, 5))
+# Episodes of each split on which probabilities are calibrated, at most.
 CALIBRATED = 100
 
 
@@ -79,11 +76,10 @@ def evaluate(
     }
     shapes = [(settings.ways, settings.shots), *(GRID if save is not None else ())]
     used = found if batch_norm else found.for_use()
-    calibrations = _calibrations(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
+    calibrations = for_shapes(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
     result["calibration"] = calibrations[0].plain()
     if other is None and RunFolder(Path(spec)).exists():
-        kept = {"weights": found.card["weights"], "calibrations": [one.plain() for one in calibrations]}
-        write_json(Path(spec) / library.CALIBRATION, kept, sealed=True)
+        library.keep_calibrations(spec, found, [one.plain() for one in calibrations])
     if save is not None:
         if learner.has_steps:
             learner.steps = final.steps
@@ -91,31 +87,6 @@ def evaluate(
         more = {"calibrations": [one.plain() for one in calibrations], "score": score}
         learner.save(save, {**_card(found, settings, data), **more})
     return result
-
-
-def _calibrations(
-    found: library.TrainedLearner,
-    settings: TrainingSettings,
-    data: ImageDataset,
-    shapes: Sequence[tuple[int, int]],
-    count: int,
-    steps: int,
-    seed: int | None,
-) -> list[Calibration]:
-    """For the episodes that were judged, and for the other ways and shots that the learner and the data allow."""
-    made: dict[tuple[int, int], Calibration] = {}
-    for number, (ways, shots) in enumerate(shapes):
-        try:
-            found.learner.check_episode(ways, shots)
-            changed = replace(settings, ways=ways, shots=shots, queries=min(settings.queries, QUERIES))
-            val, test = (stream(changed, data, split, seed) for split in ("val", "test"))
-        except BilevelError:
-            if number == 0:
-                raise
-            continue
-        if (ways, shots) not in made:
-            made[ways, shots] = calibrate(found.learner, val, test, count, steps)
-    return list(made.values())
 
 
 def _card(found: library.TrainedLearner, judged: TrainingSettings, data: ImageDataset) -> dict[str, Any]:

@@ -225,7 +225,8 @@ def _logits(learner: Learner, episodes: Episodes, count: int, steps: int) -> tup
     drawn = replace(episodes, ways=ways + others, queries=min(episodes.queries, QUERIES))
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     for number in range(count):
-        (images, labels), (queries, answers, *_) = (tuple(part) for part in (drawn(number).train, drawn(number).val))
+        task = drawn(number)
+        (images, labels), (queries, answers, *_) = task.train, task.val
         classifier = learner.adapt(images[labels < ways], labels[labels < ways], steps if learner.has_steps else None)
         ours = answers < ways
         # Apart, because the statistics of a query set must not know of the strangers.

@@ -13,7 +13,7 @@ from bilevel import learners
 from bilevel.data import ImageDataset
 from bilevel.data import find as data_sources
 from bilevel.errors import BilevelError
-from bilevel.files import read_json
+from bilevel.files import read_json, write_json
 from bilevel.learners import ZOO, ZOO_PREFIX
 from bilevel.learners.base import Learner
 from bilevel.learners.recipes import Recipe, is_recipe
@@ -54,8 +54,13 @@ class TrainedLearner:
             return Preparation.of(recorded)
         channels, height, width = self.learner.shape
         known = data_sources().get(self.settings.dataset)
-        kind = "photograph" if known is None or channels != 1 else known.pictures
-        return Preparation(kind, channels, height, width)
+        gray = "drawing" if known is None else known.pictures
+        return Preparation(gray if channels == 1 else "photograph", channels, height, width)
+
+    @property
+    def knows_preparation(self) -> bool:
+        """Whether the card or the data say how pictures are prepared; otherwise `preparation` is a guess."""
+        return self.card.get("preparation") is not None or self.settings.dataset in data_sources()
 
     @property
     def calibrations(self) -> list[dict[str, Any]]:
@@ -124,8 +129,7 @@ def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> 
     """
     if near is not None and spec.startswith("../"):
         spec = str((near / spec).resolve())
-    if Path(spec).suffix in ENDINGS and not Path(spec).is_dir():
-        spec = str(Path(spec).with_suffix(""))
+    spec = _stem(spec)
     if is_recipe(Path(spec)):
         spec = _last_stage(Path(spec))
     if spec.startswith(PREFIX):
@@ -146,6 +150,22 @@ def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> 
     settings = TrainingSettings.of({**found.settings.plain(), "batch_norm": batch_norm})
     found.learner.batch_norm = settings.batch_norm
     return replace(found, settings=settings)
+
+
+def _stem(spec: str) -> str:
+    """The path of a saved learner without its ending; other paths as they are."""
+    return str(Path(spec).with_suffix("")) if Path(spec).suffix in ENDINGS and not Path(spec).is_dir() else spec
+
+
+def keep_calibrations(spec: str, found: TrainedLearner, calibrations: list[dict[str, Any]]) -> None:
+    """Write them into the folder of the run, or into the card of the saved learner, that `spec` names."""
+    if is_recipe(Path(spec)):
+        spec = _last_stage(Path(spec))
+    if RunFolder(Path(spec)).exists():
+        kept = {"weights": found.card["weights"], "calibrations": calibrations}
+        write_json(Path(spec) / CALIBRATION, kept, sealed=True)
+    else:
+        write_json(Path(f"{_stem(spec)}.json"), {**found.card, "calibrations": calibrations}, sealed=True)
 
 
 def _last_stage(path: Path) -> str:
@@ -170,6 +190,7 @@ def _from_files(name: str, stem: Path) -> TrainedLearner:
     weights = read_tensors(stem.with_name(stem.name + ".safetensors"))[0]
     learner = rebuilt(card["learner"], f"{stem}.json")
     learner.set_weights(weights)
+    learner.recall_preparation(card.get("preparation"))
     return TrainedLearner(name, learner, _settings(card, learner), card, weights)
 
 
@@ -192,6 +213,7 @@ def _from_run(path: Path) -> TrainedLearner:
     weights, facts = read_tensors(file)
     learner = rebuilt(config.get("learner"), str(folder.config_file))
     learner.set_weights(weights)
+    learner.recall_preparation(config.get("preparation"))
     metrics = read_metrics(folder.path)
     minutes = [line["minutes"] for line in metrics if _is_of(line, facts)]
     curve = [

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from bilevel.learners.representation import CENTRE, Representation
 from bilevel.models.batch_norm import BatchNorm, Mode
 from bilevel.training.files import read_tensors, write_tensors
 
+if TYPE_CHECKING:
+    from bilevel.data.preparation import Preparation
+
 # Errors name so many tensors, and count the rest.
 NAMED = 8
 
@@ -29,6 +32,8 @@ class SavedLearner(ABC):
     representation: Representation
     lam: dict[str, Tensor]
     class_loss: ClassLoss | None = None
+    # How a picture becomes what the learner takes, for its card; None where nobody has said it.
+    preparation: Preparation | None = None
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
@@ -96,10 +101,15 @@ class SavedLearner(ABC):
         return {**lam, **dict(zip(names, self.running(), strict=False))}
 
     def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
-        """Write `path.safetensors` and the card `path.json`; the card holds the settings and whatever is passed."""
+        """Write `path.safetensors` and the card `path.json`.
+
+        The card holds the settings, how pictures are prepared if `preparation` is known, and whatever is passed.
+        """
         stem = Path(path)
+        known = {} if self.preparation is None else {"preparation": self.preparation.plain()}
         write_tensors(stem.with_name(stem.name + ".safetensors"), self.with_running(self.lam))
-        write_json(stem.with_name(stem.name + ".json"), {"learner": self.settings(), **(card or {})}, sealed=True)
+        facts = {"learner": self.settings(), **known, **(card or {})}
+        write_json(stem.with_name(stem.name + ".json"), facts, sealed=True)
 
     @classmethod
     def load(cls, path: str | Path, module: nn.Module | None = None) -> Self:
@@ -110,7 +120,15 @@ class SavedLearner(ABC):
             raise BilevelError(f"{stem}.json is not the card of a learner.")
         learner = cls.from_settings(card["learner"], module)
         learner.set_weights(read_tensors(stem.with_name(stem.name + ".safetensors"))[0])
+        learner.recall_preparation(card.get("preparation"))
         return learner
+
+    def recall_preparation(self, recorded: Any) -> None:
+        """Take over what a card says about the preparation of pictures; None: it says nothing."""
+        if recorded is not None:
+            from bilevel.data.preparation import Preparation  # needs Pillow, which other learners do without
+
+            self.preparation = Preparation.of(recorded)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace λ, and batch norm's averages where they are in use, by tensors with the same names.

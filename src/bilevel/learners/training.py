@@ -82,6 +82,8 @@ class FewShotTraining:
     ) -> None:
         self.settings, self.data, self.world = settings, data, world or World()
         self.learner = (self._new_learner() if learner is None else learner).to(self.world.device)
+        if data.preparation is not None:
+            self.learner.preparation = data.preparation
         if not self.learner.trains:  # one validation
             self.settings = replace(settings, iterations=0)
         self.stream, self.val = self.learner.stream(settings, data), episodes(settings, data, "val")
