@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from bilevel.cli import main
 # Seconds after which a life that does not end by itself is called a hang.
 PATIENCE = 180.0
 # The same for the other processes of a run, one of which was killed. torchrun would end them at once.
-GRACE = 20.0
+GRACE = 5.0
 # What writes to a folder; Python announces each of these events before it happens.
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "tempfile.mkstemp")
 
@@ -95,23 +94,23 @@ def live(folder: Path, words: list[str], processes: int, death: Death | None, vi
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     place = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with tempfile.TemporaryDirectory() as scratch:
-        outputs = [Path(scratch) / str(rank) for rank in range(processes)]
-        children = [
-            _fork(
-                words,
-                {**place, "RANK": str(rank)} if processes > 1 else {},
-                output,
-                (lambda: death.arm(folder)) if death is not None and rank == victim else (lambda: None),
-            )
-            for rank, output in enumerate(outputs)
-        ]
-        life = _wait(children, death, victim)
-        life.said = [output.read_text(encoding="utf-8", errors="replace") for output in outputs]
-    return life
+    # Pipes, because a limit on the size of files would cut what is said as well.
+    pipes = [os.pipe() for _ in range(processes)]
+    children = [
+        _fork(
+            words,
+            {**place, "RANK": str(rank)} if processes > 1 else {},
+            output,
+            (lambda: death.arm(folder)) if death is not None and rank == victim else (lambda: None),
+        )
+        for rank, (_, output) in enumerate(pipes)
+    ]
+    for _, output in pipes:
+        os.close(output)
+    return _wait(children, [heard for heard, _ in pipes], death, victim)
 
 
-def _fork(words: list[str], place: dict[str, str], output: Path, arm: Callable[[], None]) -> int:
+def _fork(words: list[str], place: dict[str, str], output: int, arm: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -120,9 +119,8 @@ def _fork(words: list[str], place: dict[str, str], output: Path, arm: Callable[[
     code = 70
     try:
         os.environ.update(place)
-        handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         sys.argv = ["bilevel", *words]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -142,9 +140,12 @@ def _fork(words: list[str], place: dict[str, str], output: Path, arm: Callable[[
         os._exit(code)
 
 
-def _wait(children: list[int], death: Death | None, victim: int) -> Life:
+def _wait(children: list[int], pipes: list[int], death: Death | None, victim: int) -> Life:
     """Send what is to be sent, and wait for all; whoever waits for a killed process is ended after a grace period."""
     began, codes, hung = time.monotonic(), dict.fromkeys(children), False
+    said = [b""] * len(pipes)
+    for pipe in pipes:
+        os.set_blocking(pipe, False)
     sent, lost = death is None or death.kind not in ("kill", "signal"), None
     while None in codes.values():
         for child in [child for child, code in codes.items() if code is None]:
@@ -164,8 +165,20 @@ def _wait(children: list[int], death: Death | None, victim: int) -> Life:
                 for child in [child for child, code in codes.items() if code is None]:
                     os.kill(child, number)
                 time.sleep(0.5 * late)
+        said = [before + _heard(pipe) for before, pipe in zip(said, pipes, strict=True)]
         time.sleep(0.005)
-    return Life([codes[child] for child in children], hung=hung)
+    said = [before + _heard(pipe) for before, pipe in zip(said, pipes, strict=True)]
+    for pipe in pipes:
+        os.close(pipe)
+    return Life([codes[child] for child in children], [text.decode(errors="replace") for text in said], hung)
+
+
+def _heard(pipe: int) -> bytes:
+    """What has been written into a pipe since the last call, a part of it where that is much."""
+    try:
+        return os.read(pipe, 2**20)
+    except BlockingIOError:
+        return b""
 
 
 def preload() -> None:
