@@ -1,13 +1,19 @@
-"""Progress bars on standard error. By default they are shown on a terminal only."""
+"""What a user sees of long work, on standard error: progress bars, on a terminal only by default, and a line."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from bilevel import extras
+
+# Seconds until the first line about long work, and between lines.
+FIRST, NEXT = 2.0, 10.0
+_speaking = threading.Lock()
 
 
 @contextmanager
@@ -56,3 +62,38 @@ def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str
 
         yield begin
         advance(total, value="done")
+
+
+@contextmanager
+def heartbeat(quiet: bool = False, first: float = FIRST, between: float = NEXT) -> Iterator[Callable[[str], None]]:
+    """A line about long work: on a terminal in place, in a pipe or log file as lines of its own.
+
+    Yields a function that is told what is being done. Nothing is written before `first` seconds have passed. A thread
+    writes the line, so that one call that lasts long does not leave the user without a word. Inside another heartbeat
+    this one is quiet.
+    """
+    if quiet or not _speaking.acquire(blocking=False):
+        yield lambda what: None
+        return
+    began, said, stopped = time.monotonic(), ["starting"], threading.Event()
+    terminal = sys.stderr.isatty()
+
+    def speak() -> None:
+        wait = first
+        while not stopped.wait(wait):
+            line = f"{time.monotonic() - began:.0f} s, {said[0]}"
+            sys.stderr.write(f"\r\x1b[2K{line}" if terminal else f"{line}\n")
+            sys.stderr.flush()
+            wait = 0.5 if terminal else between
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield lambda what: said.__setitem__(0, what)
+    finally:
+        stopped.set()
+        thread.join()
+        if terminal and time.monotonic() - began > first:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+        _speaking.release()

@@ -69,8 +69,22 @@ def _with_one_thread(work: Callable[[Item], Result], item: Item) -> Result:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Torch computes with one thread inside the block; the former number is restored after it."""
+    with threads(1):
+        yield
+
+
+def thread_count(count: int | None) -> int:
+    """The number of threads that `n_jobs` of scikit-learn means: -1 for all processors, None for as torch has it."""
+    if count is None:
+        return torch.get_num_threads()
+    return count if count > 0 else max(1, (os.cpu_count() or 1) + 1 + count)
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Torch computes with so many threads inside the block, as `thread_count` reads them; the former are restored."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(thread_count(count))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 from typer.testing import CliRunner
 
 from bilevel.cli import build
-from bilevel.cli._heartbeat import heartbeat
+from bilevel.progress import heartbeat
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 BITE = "<img src=x onerror=window.hacked=1>"

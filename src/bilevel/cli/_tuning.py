@@ -14,12 +14,12 @@ import torch
 import typer
 from threadpoolctl import threadpool_limits
 
-from bilevel.cli._heartbeat import heartbeat
 from bilevel.cli._output import as_rich, console
 from bilevel.cli._tuning_picture import draw
 from bilevel.errors import BilevelError
 from bilevel.experiments.base import TextTable
 from bilevel.experiments.records import machine, plain, staging
+from bilevel.progress import heartbeat
 from bilevel.report.table_page import fixed, four, render
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.results import chart_points, features_csv, result_record

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
 from sklearn.base import BaseEstimator
+from sklearn.metrics import check_scoring
 from sklearn.utils import check_consistent_length
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
@@ -26,9 +27,12 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
+from bilevel.estimators.scaling import centred, divided, units
 from bilevel.estimators.search import TETHERS, UNCHOSEN, PenaltySearch, SearchRecord, choose_tether
-from bilevel.estimators.tables import FoldedTable
-from bilevel.progress import bar
+from bilevel.estimators.tables import FoldedTable, HeldOutScores
+from bilevel.estimators.tensors import as_numpy, like
+from bilevel.progress import bar, heartbeat
+from bilevel.thread_pool import threads
 
 # The accuracy at which w is left to the certificate.
 CERTIFIED = 1e-10
@@ -48,7 +52,13 @@ ARGUMENTS = """Args:
         tol: stop when an iteration improves the criterion by less than this, relatively.
         warm_start: begin at the penalties of the last fit, and keep its tether, if features are grouped as they were.
         random_state: of the shuffle before rows are dealt into folds.
-        verbose: show a progress bar.
+        scoring: a scorer of scikit-learn or its name, such as "roc_auc", "balanced_accuracy" or "r2": what `score`
+            returns and `cv_score_` holds. It does not tune the penalties: what is tuned needs a derivative, which a
+            count or a ranking of rows lacks.
+        n_jobs: threads of the linear algebra, and of ratios or targets that are tuned beside each other; -1 for all
+            processors, None for as many as torch has. Folds are solved together, as one batch, in any case.
+        verbose: None writes a line to standard error about a fit of more than two seconds, at intervals, also in a
+            pipe; True shows a progress bar, False nothing.
 """
 
 ATTRIBUTES = """Attributes:
@@ -62,12 +72,38 @@ ATTRIBUTES = """Attributes:
         outcome_: a sentence that says how the search ended.
         certificate_: how far the folds' weights and the criterion are from those of the exact inner solution.
         n_iter_: how many evaluations history_ has.
+        cv_score_: with `scoring`, the score of the rows that each fold holds out, at the tuned penalties; of all rows,
+            each left out singly, in a ridge without folds. The penalties were tuned on these rows, so it flatters.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class TunedModel:
+    """Coefficients (features × outputs) and intercepts for the features as given, and scores of held-out rows."""
+
+    coef: Array
+    intercept: Array
+    held: HeldOutScores
+
+
+class Scored:
+    """`score` by `scoring`, and without it as the next class has it."""
+
+    scoring: Any
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """The score of the predictions for X; without `scoring`, R² of numbers and accuracy of classes."""
+        if self.scoring is None:
+            return float(super().score(X, y, sample_weight=sample_weight))  # type: ignore[misc]
+        more = {} if sample_weight is None else {"sample_weight": sample_weight}
+        return float(check_scoring(self, scoring=self.scoring)(self, X, y, **more))
 
 
 class BilevelEstimator(BaseEstimator):
     """A linear model whose penalties are tuned by hypergradients of a hold-out or cross-validation criterion."""
 
+    coef_: Any
+    intercept_: Any
     _classes = False
     # Whether a feature in another unit is the same feature with another penalty.
     _units_do_not_matter = True
@@ -89,7 +125,9 @@ class BilevelEstimator(BaseEstimator):
         tol: float = 1e-5,
         warm_start: bool = False,
         random_state: Any = 0,
-        verbose: bool = False,
+        scoring: Any = None,
+        n_jobs: int | None = None,
+        verbose: bool | None = None,
     ) -> None:
         self.penalty = penalty
         self.cv = cv
@@ -99,6 +137,8 @@ class BilevelEstimator(BaseEstimator):
         self.tol = tol
         self.warm_start = warm_start
         self.random_state = random_state
+        self.scoring = scoring
+        self.n_jobs = n_jobs
         self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
@@ -126,8 +166,8 @@ class BilevelEstimator(BaseEstimator):
         total = float(weight.sum())
         return math.log(4e-6 * total * smallest), math.log(1e6 * total * largest)
 
-    def _tune(self, X: Any, y: Array, weight: Array, outputs: Array, rows: Any = None) -> tuple[Array, Array]:
-        """Tune the penalties and return coefficients (features, outputs) and intercepts for the features as given.
+    def _tune(self, X: Any, y: Array, weight: Array, outputs: Array, rows: Any = None) -> TunedModel:
+        """Tune the penalties, and train on all rows with them.
 
         Args:
             y: what the folds are dealt out by.
@@ -138,39 +178,53 @@ class BilevelEstimator(BaseEstimator):
         if rows is not None:
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
+        with threads(self.n_jobs), self._progress() as advance:
+            return self._tuned(X, y, weight, outputs, rows, advance)
+
+    def _tuned(
+        self, X: Any, y: Array, weight: Array, outputs: Array, rows: Any, advance: Callable[[int, float], None]
+    ) -> TunedModel:
         groups = grouping(self.penalty, X.shape[1])
         shared = is_shared(self.penalty)
         folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, groups=rows)
         # A penalty of a feature or a group means the same in any unit, and is sought in units in which they are alike.
         # A shared one means what it means in scikit-learn: the same number for the features as given.
-        X, centre, variance = _centred(X, weight, bool(self.fit_intercept))
+        X, centre, variance = centred(X, weight, bool(self.fit_intercept))
         own = not shared and self._units_do_not_matter
-        scale = _units(variance, groups) if own else np.ones(X.shape[1])
-        X = _divided(X, scale, own=bool(self.fit_intercept))
+        scale = units(variance, groups) if own else np.ones(X.shape[1])
+        X = divided(X, scale, own=bool(self.fit_intercept))
         table = self._table(X, outputs, folds, groups, one_by_one=self.cv is None and rows is None)
         box = self._box(X, outputs, weight, variance / scale**2)
         search = PenaltySearch(table, table.criterion(folds), groups.count, box, int(self.max_iter), float(self.tol))
         # Processes that torchrun started return what one would.
-        with world(), self._progress() as advance:
-            lam = self._search(search, groups, 2 * np.log(scale), advance)
+        with world():
+            lam = self._search(search, groups, 2 * np.log(scale), SearchRecord(advance))
         # Four decimals of a logarithm: rounding errors of so many steps must not show in the result.
         lam = lam.mul(1e4).round().div(1e4)
         alpha = table.penalties(lam).numpy() * scale**2
         self.alpha_ = float(alpha[0]) if shared else alpha
         self.method_ = table.reason
-        self.certificate_ = self._certify(search, lam)
+        w = search.evaluate(lam, CERTIFIED).inner
+        self.certificate_ = self._certify(search, lam, w)
         cells = np.ones((1, folds.train.shape[1]), dtype=bool)
         everything = replace(folds, train=cells, val=cells)
         whole = search.on(everything, search.max_iter, search.tol)
         coef, intercept = table.coefficients(whole.evaluate(lam).inner, everything)
+        self._keep(whole, lam, X, outputs - X @ coef - intercept, centre, scale)
         coef = coef / scale[:, None]
-        return coef, intercept - centre @ coef
+        held = [] if self.scoring is None else table.held_out_scores(w, search.folds, lam)
+        return TunedModel(coef, intercept - centre @ coef, held)
 
-    def _search(
-        self, search: PenaltySearch, groups: Grouping, log_scale: Array, advance: Callable[..., None]
-    ) -> Tensor:
+    def _keep(self, whole: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array) -> None:
+        """Keep what predictions need beside the coefficients.
+
+        Args:
+            whole: the fit to all rows, at λ.
+            X: the table that was fitted, of which `scale` X + `centre` was given.
+        """
+
+    def _search(self, search: PenaltySearch, groups: Grouping, log_scale: Array, record: SearchRecord) -> Tensor:
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
-        record = SearchRecord(lambda count, value: advance(count, value=f"{value:.6g}"))
         last, level = getattr(self, "_last", (None, 0.0))
         # Penalties of other features or groups say nothing, and neither does the tether that held them.
         again = bool(self.warm_start) and last is not None and np.array_equal(last, groups.of)
@@ -203,19 +257,40 @@ class BilevelEstimator(BaseEstimator):
         self._last = (groups.of, search.level / max(search.value(lam), 1e-300))
         return lam
 
-    def _progress(self) -> Any:
-        if not self.verbose:
-            return nullcontext(lambda done, **fields: None)
-        return bar("hypergradients", None, "criterion {task.fields[value]}")
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[int, float], None]]:
+        """A function that is told the number of hypergradients and the criterion."""
+        if self.verbose is None:
+            with heartbeat() as say:
+                say(f"{type(self).__name__}: preparing")
+                yield lambda n, value: say(f"{type(self).__name__}: {n} hypergradients, criterion {value:.6g}")
+        else:
+            with bar("hypergradients", None, "criterion {task.fields[value]}", show=bool(self.verbose)) as advance:
+                yield lambda n, value: advance(n, value=f"{value:.6g}")
 
-    def _certify(self, search: PenaltySearch, lam: Tensor) -> Certificate:
-        table, task, w = search.table, search.task, search.evaluate(lam, CERTIFIED).inner
+    def _certify(self, search: PenaltySearch, lam: Tensor, w: Tensor) -> Certificate:
+        table, task = search.table, search.task
         told = {"mu": table.curvature(lam, task, w), "products": 30, **search.settings}
         if isinstance(told["dynamics"], GradientDescent):
             told["dynamics"] = _no_step
         certificate = certify(table.problem, lam, task, start=w, **told)
         # Nothing of the data stays behind, and the estimator can be pickled.
         return replace(certificate, search=None)
+
+    def _report(self, held: HeldOutScores, X: Any, y: Array, sample_weight: Any) -> None:
+        """Set `cv_score_` from the scores of rows by models that did not see them."""
+        if self.scoring is None:
+            # An earlier fit may have had a scorer.
+            self.__dict__.pop("cv_score_", None)
+            return
+        scorer, found = check_scoring(self, scoring=self.scoring), []
+        for rows, scores in held:
+            # This estimator, whose predictions for the rows are known.
+            fold = copy(self)
+            fold._scores = lambda X, scores=scores: scores  # type: ignore[method-assign, misc]
+            more = {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
+            found.append(scorer(fold, X[rows], y[rows], **more))
+        self.cv_score_ = np.array(found)
 
     def _check_settings(self) -> None:
         number = isinstance(self.tether, Real) and float(self.tether) >= 0
@@ -230,11 +305,12 @@ class BilevelEstimator(BaseEstimator):
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=np.float64, reset=False)
-        return safe_sparse_dot(X, np.asarray(self.coef_).T, dense_output=True) + self.intercept_
+        X = validate_data(self, as_numpy(X), accept_sparse="csr", dtype=np.float64, reset=False)
+        coef, intercept = as_numpy(self.coef_), as_numpy(self.intercept_)
+        return safe_sparse_dot(X, np.asarray(coef).T, dense_output=True) + intercept
 
     def _weights(self, sample_weight: Any, X: Any) -> Array:
-        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        weight = _check_sample_weight(as_numpy(sample_weight), X, dtype=np.float64, ensure_non_negative=True)
         if not weight.sum() > 0:
             raise BilevelError("All sample weights are zero, so there is nothing to fit; pass a positive one.")
         return weight
@@ -254,61 +330,36 @@ class BilevelRegressor(BilevelEstimator):
         Args:
             groups: the group of every row: rows of one group are never on both sides of a fold.
         """
+        given, sample_weight, groups = X, as_numpy(sample_weight), as_numpy(groups)
         X, y = validate_data(
-            self, X, y, accept_sparse="csr", dtype=np.float64, y_numeric=True, multi_output=True, ensure_min_samples=2
+            self,
+            as_numpy(X),
+            as_numpy(y),
+            accept_sparse="csr",
+            dtype=np.float64,
+            y_numeric=True,
+            multi_output=True,
+            ensure_min_samples=2,
         )
-        y = np.array(y, dtype=np.float64)
+        self._fit(X, np.array(y, dtype=np.float64), sample_weight, groups)
+        self.coef_, self.intercept_ = like(self.coef_, given), like(self.intercept_, given)
+        return self
+
+    def _fit(self, X: Any, y: Array, sample_weight: Any, groups: Any) -> None:
         weight, outputs = self._weights(sample_weight, X), y.reshape(len(y), -1)
         # Squares of y are added up as those of X are: about the mean, where an intercept makes up for it.
         middle = weight @ outputs / weight.sum() * bool(self.fit_intercept)
-        coef, intercept = self._tune(X, y, weight, outputs - middle, groups)
-        intercept = intercept + middle
-        self.coef_ = coef.T if y.ndim == 2 else coef[:, 0]
-        self.intercept_ = intercept if y.ndim == 2 else float(intercept[0])
-        return self
+        tuned = self._tune(X, y, weight, outputs - middle, groups)
+        several, intercept = y.ndim == 2, tuned.intercept + middle
+        self.coef_ = tuned.coef.T if several else tuned.coef[:, 0]
+        self.intercept_ = intercept if several else float(intercept[0])
+        held = [(rows, scores + middle if several else scores[:, 0] + middle) for rows, scores in tuned.held]
+        self._report(held, X, y, sample_weight)
 
-    def predict(self, X: Any) -> Array:
-        return self._scores(X)
+    def predict(self, X: Any) -> Any:
+        return like(self._scores(X), X)
 
 
 def _no_step(loss: Any, w: Any, state: Any, t: int) -> tuple[Any, Any]:
     """The dynamics of a w that was found by other means: its step size says nothing."""
     return w, state
-
-
-def _centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
-    """X about its means where there is an intercept, the means, and the features' variances about them.
-
-    An intercept makes up for any shift, and sums of squares of numbers far from zero would be lost in rounding: years,
-    or seconds since 1970. A sparse X stays as it is, with means of zero, but its variances are about the true means.
-    Without an intercept, means are zero and variances are mean squares.
-    """
-    share = weight / weight.sum()
-    mean = np.asarray(share @ X).reshape(-1) if intercept else np.zeros(X.shape[1])
-    if sparse.issparse(X):
-        column, owner = X.indices, np.repeat(share, np.diff(X.indptr))
-        away = np.bincount(column, owner * (X.data - mean[column]) ** 2, minlength=X.shape[1])
-        there = np.bincount(column, owner, minlength=X.shape[1])
-        variance, centre = away + np.clip(1 - there, 0, None) * mean**2, np.zeros_like(mean)
-    else:
-        X, centre = (X - mean if intercept else X), mean
-        # Squares of a large X at once would be another copy of it.
-        variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
-    # What is left of a constant's deviation is rounding.
-    return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
-
-
-def _units(variance: Array, groups: Grouping) -> Array:
-    """The deviation of every feature, the root of the mean variance in a group; 1 where all are constant."""
-    mean = groups.mean(variance)
-    return np.sqrt(np.where(mean > 0, mean, 1.0))[groups.of]
-
-
-def _divided(X: Any, scale: Array, own: bool) -> Any:
-    """X / scale, in place where a dense X is our own copy."""
-    if sparse.issparse(X):
-        return X if (scale == 1).all() else (X @ sparse.diags(1 / scale)).tocsr()
-    # Tensors share memory with arrays that can be written to and run forwards.
-    if (scale == 1).all() and X.flags.writeable and min(X.strides) >= 0:
-        return X
-    return np.divide(X, scale, out=X if own else None)

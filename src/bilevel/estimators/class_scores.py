@@ -10,6 +10,7 @@ from sklearn.base import ClassifierMixin
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array
+from bilevel.estimators.tensors import like
 
 
 class ClassScores(ClassifierMixin):
@@ -30,21 +31,21 @@ class ClassScores(ClassifierMixin):
         indicators = np.eye(len(self.classes_))[codes]
         return codes, indicators if len(self.classes_) > 2 else indicators[:, 1:]
 
-    def decision_function(self, X: Any) -> Array:
+    def decision_function(self, X: Any) -> Any:
         scores = self._scores(X)
-        return scores if len(self.classes_) > 2 else scores[:, 0]
+        return like(scores if len(self.classes_) > 2 else scores[:, 0], X)
 
-    def predict_proba(self, X: Any) -> Array:
-        return softmax(self._all_scores(X), axis=1)
+    def predict_proba(self, X: Any) -> Any:
+        return like(softmax(self._all_scores(X), axis=1), X)
 
-    def predict_log_proba(self, X: Any) -> Array:
-        return log_softmax(self._all_scores(X), axis=1)
+    def predict_log_proba(self, X: Any) -> Any:
+        return like(log_softmax(self._all_scores(X), axis=1), X)
 
     def _all_scores(self, X: Any) -> Array:
         """One for every class; of two, the first has a score of 0."""
         scores = self._scores(X)
         return scores if len(self.classes_) > 2 else np.hstack([0 * scores, scores])
 
-    def predict(self, X: Any) -> Array:
-        scores = self.decision_function(X)
-        return self.classes_[scores.argmax(1) if scores.ndim == 2 else (scores > 0).astype(int)]
+    def predict(self, X: Any) -> Any:
+        best = self._all_scores(X).argmax(1)
+        return like(self.classes_[best], X)

@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.base import RegressorMixin
 
 from bilevel.errors import BilevelError
-from bilevel.estimators.base import BilevelRegressor
+from bilevel.estimators.base import BilevelRegressor, Scored
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
 from bilevel.estimators.search import PenaltySearch, SearchRecord
@@ -17,7 +17,7 @@ from bilevel.estimators.sums_of_table import SumsOfTable
 from bilevel.estimators.tables import FoldedTable
 
 
-class BilevelElasticNet(RegressorMixin, BilevelRegressor):
+class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
     """The elastic net, and with `l1_ratio=1` the lasso, whose penalties are tuned by hypergradients.
 
     min over w of (1/2N) Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j (ρ |w_j| + ½(1 − ρ) w_j²), with N = Σ s_i and
@@ -57,7 +57,9 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
         tol: float = 1e-5,
         warm_start: bool = False,
         random_state: Any = 0,
-        verbose: bool = False,
+        scoring: Any = None,
+        n_jobs: int | None = None,
+        verbose: bool | None = None,
     ) -> None:
         super().__init__(
             penalty,
@@ -68,6 +70,8 @@ class BilevelElasticNet(RegressorMixin, BilevelRegressor):
             tol=tol,
             warm_start=warm_start,
             random_state=random_state,
+            scoring=scoring,
+            n_jobs=n_jobs,
             verbose=verbose,
         )
         self.l1_ratio = l1_ratio
@@ -145,7 +149,9 @@ class BilevelLasso(BilevelElasticNet):
         tol: float = 1e-5,
         warm_start: bool = False,
         random_state: Any = 0,
-        verbose: bool = False,
+        scoring: Any = None,
+        n_jobs: int | None = None,
+        verbose: bool | None = None,
     ) -> None:
         BilevelRegressor.__init__(
             self,
@@ -157,6 +163,8 @@ class BilevelLasso(BilevelElasticNet):
             tol=tol,
             warm_start=warm_start,
             random_state=random_state,
+            scoring=scoring,
+            n_jobs=n_jobs,
             verbose=verbose,
         )
         self.positive = positive

@@ -11,16 +11,17 @@ from sklearn.utils.validation import validate_data
 from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.estimators.base import BilevelEstimator
+from bilevel.estimators.base import BilevelEstimator, Scored
 from bilevel.estimators.class_scores import ClassScores
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
 from bilevel.estimators.rows_of_table import RowsOfTable
 from bilevel.estimators.tables import FoldedTable
+from bilevel.estimators.tensors import as_numpy, like
 from bilevel.structures.losses import LogLoss
 
 
-class BilevelLogisticRegression(ClassScores, BilevelEstimator):
+class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
     """Logistic regression, binary or multinomial, whose penalties are tuned by hypergradients.
 
     min over w of Σ_i s_i log-loss(x_i w + b, y_i) + ½ Σ_j α_j ‖w_j‖², the objective of scikit-learn's
@@ -56,7 +57,9 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
         tol: float = 1e-5,
         warm_start: bool = False,
         random_state: Any = 0,
-        verbose: bool = False,
+        scoring: Any = None,
+        n_jobs: int | None = None,
+        verbose: bool | None = None,
     ) -> None:
         super().__init__(
             penalty,
@@ -67,6 +70,8 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
             tol=tol,
             warm_start=warm_start,
             random_state=random_state,
+            scoring=scoring,
+            n_jobs=n_jobs,
             verbose=verbose,
         )
         self.class_weight = class_weight
@@ -77,14 +82,17 @@ class BilevelLogisticRegression(ClassScores, BilevelEstimator):
         Args:
             groups: the group of every row: rows of one group are never on both sides of a fold.
         """
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
+        given, y, sample_weight, groups = X, as_numpy(y), as_numpy(sample_weight), as_numpy(groups)
+        X, y = validate_data(self, as_numpy(X), y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         weight = self._weights(sample_weight, X)
         if self.class_weight is not None:
             weight = weight * compute_sample_weight(self.class_weight, y)
         codes, outputs = self._indicators(y, weight)
-        coef, intercept = self._tune(X, codes, weight, outputs, groups)
-        self.coef_, self.intercept_ = coef.T, intercept
+        tuned = self._tune(X, codes, weight, outputs, groups)
+        self.coef_, self.intercept_ = tuned.coef.T, tuned.intercept
+        self._report(tuned.held, X, y, sample_weight)
+        self.coef_, self.intercept_ = like(self.coef_, given), like(self.intercept_, given)
         return self
 
     def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:

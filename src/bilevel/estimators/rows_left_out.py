@@ -14,7 +14,7 @@ from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
 from bilevel.estimators.optimism import HeldOutRows
-from bilevel.estimators.tables import MOST, FoldedTable, positive
+from bilevel.estimators.tables import MOST, FoldedTable, HeldOutScores, positive
 from bilevel.methods.linear_models._at_minimiser import Minimum
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.normal_equations import NormalEquations
@@ -22,7 +22,7 @@ from bilevel.problem import Problem, Task
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.leave_one_out import LeaveOneOut
 from bilevel.structures.linear_models import LinearModels
-from bilevel.structures.rows import weighted_gram
+from bilevel.structures.rows import row_kernel, weighted_gram
 
 # Floating-point operations of one evaluation up to which rows are left out singly.
 AFFORDABLE = 3e8
@@ -94,6 +94,19 @@ class RowsLeftOut(FoldedTable):
         slopes = -(solved / kept[:, None])[:, None] * without
         pulled = self.penalties.linearised(lam)[1](slopes)
         return HeldOutRows((y - errors).mT, pulled, y.mT, every * weight)
+
+    def held_out_scores(self, w: Tensor, folds: Folds, lam: Tensor) -> HeldOutScores:
+        rows = np.flatnonzero(folds.train_weights()[0])
+        X, y, weight, own, _ = self.task(folds).val
+        alpha, root = self.penalties(lam), weight.sqrt()[:, None]
+        if self.wide:
+            kernel = row_kernel(X, 1 / alpha) * root * root.mT
+            kept = torch.linalg.inv(kernel + torch.eye(len(X), dtype=X.dtype)).diagonal() - own
+        else:
+            factor = torch.linalg.cholesky(weighted_gram(X, weight) + alpha.diag())
+            kept = 1 - own - torch.linalg.solve_triangular(factor, (root * X).mT, upper=False).square().sum(0)
+        mean = self.y[:, torch.from_numpy(rows)] - y
+        return [(rows, (mean + y - (y - w[0] @ X.mT) / kept).mT.numpy())]
 
     def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("rows are left out singly")

@@ -22,7 +22,7 @@ from bilevel.estimators.hyperparameters import Tether
 from bilevel.estimators.optimism import corrected_losses
 from bilevel.estimators.tables import FoldedTable
 from bilevel.hypergradients import hypergradient
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum
 from bilevel.outer_loop import Iteration, Solution, solve
 from bilevel.problem import Task
 
@@ -196,17 +196,22 @@ class PenaltySearch:
             strength: the tether that λ was found with; inf for one penalty.
         """
         self.evaluate(lam)
-        method = self.table.method(EXACT)
-        assert isinstance(method, LinearModelMethod)
-        process = Process(self.table.problem, lam, self.task, self.settings["dynamics"], 0, self.w)
         with torch.no_grad():
-            held = self.table.held_out(method.minimum(process), self.folds, lam)
+            held = self.table.held_out(self.minimum(lam), self.folds, lam)
             if math.isinf(strength) or self.count == 1:
                 held, tether = held.tied(), torch.zeros(1, dtype=lam.dtype)
             else:
                 tether = 2 * strength * self.level / torch.cosh(lam - lam.mean()).square()
             losses, count = corrected_losses(held, self.table.loss, tether, mean=not math.isinf(strength))
         return losses.numpy(), held.weight.numpy(), count
+
+    def minimum(self, lam: Tensor) -> Minimum:
+        """The minimisers at λ with products with their inverse Hessians, from where the last evaluation ended."""
+        method = self.table.method(EXACT)
+        assert isinstance(method, LinearModelMethod)
+        process = Process(self.table.problem, lam, self.task, self.settings["dynamics"], 0, self.w)
+        with torch.no_grad():
+            return method.minimum(process)
 
     def _lifted(self, lam: Tensor, limit: float, norm: float) -> Tensor | None:
         """λ with all entries raised by 2, if f is at most `limit` there and its gradient longer than `norm`.

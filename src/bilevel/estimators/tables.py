@@ -7,7 +7,8 @@ holds one log penalty for every group of features, or a single one for all.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ LARGEST = 3000
 MOST = 2000
 # Floating-point operations that a certificate may spend on the smallest curvature of a Hessian.
 CERTIFIED = 2e9
+
+# For every fold, rows that it holds out and their scores by its model, rows × outputs.
+HeldOutScores: TypeAlias = list[tuple[Array, Array]]
 
 
 class FoldedTable(ABC):
@@ -77,6 +81,15 @@ class FoldedTable(ABC):
     @abstractmethod
     def coefficients(self, w: Tensor, folds: Folds) -> tuple[Array, Array]:
         """Coefficients (features, outputs) and intercepts from the w of a single fold."""
+
+    def held_out_scores(self, w: Tensor, folds: Folds, lam: Tensor) -> HeldOutScores:
+        found, weights = [], folds.val_weights()
+        for k in range(folds.count):
+            rows = np.flatnonzero(weights[k])
+            coef, intercept = self.coefficients(w[k : k + 1], replace(folds, train=folds.train[k : k + 1]))
+            table = self.X[torch.from_numpy(rows)].numpy() if isinstance(self.X, Tensor) else self.X[rows]
+            found.append((rows, table @ coef + intercept))
+        return found
 
     def score_slopes(self, minimum: Minimum, rows: Tensor, lam: Tensor) -> Tensor:
         """∂(x w_k)/∂λ for rows x of every fold, folds × rows × features of w: folds × rows × outputs × size of λ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -21,7 +22,9 @@ from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import REACH, NumericTerm
 from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped, tune
 from bilevel.estimators.folds import Array
+from bilevel.estimators.search import SearchRecord
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
+from bilevel.progress import heartbeat
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
 
@@ -43,6 +46,7 @@ ARGUMENTS = """Args:
         max_iter: the most iterations of L-BFGS over the penalties.
         tol: stop when an iteration improves the criterion by less than this, relatively.
         random_state: of the choice of rows that tune penalties, where all of them would take long.
+        verbose: None writes a line to standard error about a fit of more than two seconds, at intervals; False nothing.
 """
 
 ATTRIBUTES = """Attributes:
@@ -52,7 +56,8 @@ ATTRIBUTES = """Attributes:
         importance_: the standard deviation of every term's effect over the training rows.
         intercept_: the prediction where all effects are zero.
         criterion_: the leave-one-out loss of the tuned model, per row.
-        history_: arrays "value" and "gradient_norm", one entry per evaluation of the criterion with its hypergradient.
+        history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion with its
+            hypergradient.
         method_: how hypergradients were computed.
         outcome_: a sentence that says how the search ended.
 """
@@ -76,6 +81,7 @@ class BilevelAdditive(BaseEstimator):
         max_iter: int = 30,
         tol: float = 1e-4,
         random_state: Any = 0,
+        verbose: bool | None = None,
     ) -> None:
         self.pairs = pairs
         self.categorical = categorical
@@ -84,6 +90,7 @@ class BilevelAdditive(BaseEstimator):
         self.max_iter = max_iter
         self.tol = tol
         self.random_state = random_state
+        self.verbose = verbose
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -110,6 +117,20 @@ class BilevelAdditive(BaseEstimator):
             outputs: the targets, of shape rows × outputs; about their means for squared errors.
         """
         self._check_settings()
+        with heartbeat(quiet=self.verbose is False) as say:
+            self._tuned(names, columns, outputs, weight, loss, say)
+
+    def _tuned(
+        self,
+        names: list[str],
+        columns: list[Array],
+        outputs: Array,
+        weight: Array,
+        loss: RowLoss,
+        say: Callable[[str], None],
+    ) -> None:
+        own_name = type(self).__name__
+        say(f"{own_name}: preparing")
         used = weight > 0
         columns, outputs, weight = [column[used] for column in columns], outputs[used], weight[used]
         some = self._rows_that_tune(len(weight))
@@ -119,12 +140,12 @@ class BilevelAdditive(BaseEstimator):
         room = affordable(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
         design = Design(columns, weight, _relevance(columns, outputs, weight), room)
         blocks = design.blocks(columns)
-        history: list[tuple[float, float]] = []
+        record = SearchRecord(lambda n, value: say(f"{own_name}: {n} hypergradients, criterion {value:.6g}"))
         args = (float(self.tether), LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP))
 
         def tuned_on(X: Array, known: Any = None) -> tuple[TunedPenalties, dict[str, float], Reduction]:
             reduction = Reduction(X, design.pieces(), weight)
-            here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, history)
+            here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
             found, levels = tune(here, reduction.pieces, *args, known)
             return found, levels, reduction
 
@@ -149,9 +170,7 @@ class BilevelAdditive(BaseEstimator):
         if some is not None:
             tuned = whole.evaluate(whole.problem(own, kinds), tuned.lam)
         self.criterion_ = tuned.value
-        table = np.array(history).reshape(-1, 2)
-        self.history_ = {"value": table[:, 0], "gradient_norm": table[:, 1]}
-        self.n_iter_ = len(table)
+        self.history_, self.n_iter_ = record.arrays(), len(record.rows)
         self.method_ = f"{type(whole.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
         if self._signs:
             tuned.w = self._constrained(whole, tuned, reduction, whole.problem(own, kinds))

@@ -18,6 +18,7 @@ from bilevel.engine.method import Method
 from bilevel.errors import Outcome
 from bilevel.estimators.additive.design import Piece
 from bilevel.estimators.folds import Array
+from bilevel.estimators.search import SearchRecord
 from bilevel.hypergradients import hypergradient
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.newton_left_out import NewtonLeftOut
@@ -94,14 +95,14 @@ class LeftOut:
         outputs: the targets, of shape rows × outputs.
         weight: the positive weight of every row.
         loss: of the scores.
-        history: receives the loss, its gradient's norm and the seconds of every evaluation in `minimise`.
+        record: receives the loss, its gradient's norm and the seconds of every evaluation in `minimise`.
     """
 
     X: Array
     outputs: Array
     weight: Array
     loss: RowLoss
-    history: list[tuple[float, float]] = field(default_factory=list)
+    record: SearchRecord = field(default_factory=SearchRecord)
 
     def __post_init__(self) -> None:
         self.squares = isinstance(self.loss, SquaredError)
@@ -170,7 +171,7 @@ class LeftOut:
         held = strength * start.value / self.total
 
         def note(here: Iteration) -> None:
-            self.history.append((float(here.hypergradient.value), float(here.hypergradient.grad.norm())))
+            self.record.add(float(here.hypergradient.value), float(here.hypergradient.grad.norm()))
 
         found = solve(
             self.problem(groups, kinds, near),
