@@ -76,7 +76,7 @@ def test_the_table_says_what_was_measured(run):
     assert "Batch norm: episode" in done.stdout
 
 
-def test_options(run):
+def test_options(run, tmp_path):
     found = numbers(run, *FEW)
     assert found == numbers(run, *FEW)
     assert found["validation"] != numbers(run, *FEW, "--seed", 5)["validation"]
@@ -84,6 +84,10 @@ def test_options(run):
     assert [line["steps"] for line in numbers(run, *FEW, "--steps", "5")["validation"]] == [5]
     support = numbers(run, *FEW, "--batch-norm", "support")
     assert support["batch_norm"] == "support" and support["validation"] != found["validation"]
+    mirrored = numbers(run, *FEW, "--mirror", "--save", tmp_path / "mirrored")
+    assert mirrored["mirror"] and not found["mirror"] and mirrored["validation"] != found["validation"]
+    assert numbers(tmp_path / "mirrored", *FEW)["test"] == mirrored["test"]
+    assert numbers(tmp_path / "mirrored", *FEW, "--no-mirror")["validation"] == found["validation"]
 
 
 def test_a_saved_learner_scores_what_the_run_scored(run, tmp_path):

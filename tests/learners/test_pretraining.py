@@ -95,6 +95,38 @@ def test_normalised_features_are_what_they_say():
     assert bool(hyper.represent(hyper.lam, images).isfinite().all())
 
 
+class WithMirrorImage(nn.Module):
+    """The same features, as a module that torch differentiates."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, images):
+        return (self.module(images) + self.module(images.flip(-1))) / 2
+
+
+@pytest.mark.parametrize("mode", ["episode", "support", "running"])
+def test_features_of_mirror_images(mode):
+    batch = episodes()
+    ours = learner(torch_network(), batch_norm=mode, normalise=True, mirror=True)
+    theirs = learner(WithMirrorImage(torch_network()), batch_norm=mode, normalise=True)
+    value, grads = ours.hypergradient(batch)
+    same, expected = theirs.hypergradient(batch)
+    assert torch.allclose(value, same, rtol=1e-12)
+    for name, grad in grads.items():
+        other = expected[name if name in expected else f"module.{name}"]
+        assert (grad - other).norm() <= 1e-10 * max(other.norm(), 1e-3), name
+    # A picture and its mirror image are the same to it, and the option can be changed.
+    pictures = batch.val[0][0]
+    if mode == "running":
+        classify = ours.adapt(batch.train[0][0], batch.train[1][0].tolist())
+        assert torch.allclose(classify.predict_proba(pictures), classify.predict_proba(pictures.flip(-1)))
+    ours.change(mirror=False)
+    plain = learner(torch_network(), batch_norm=mode, normalise=True)
+    assert torch.equal(ours.hypergradient(batch)[0], plain.hypergradient(batch)[0])
+
+
 def test_a_class_loss_needs_classes():
     hyper = learner(torch_network(), class_loss=ClassLoss(10), class_weight=0.5)
     with pytest.raises(BilevelError, match="with_classes=True"):

@@ -38,6 +38,7 @@ def evaluate(
     last: int,
     changes: dict[str, int],
     batch_norm: str | None,
+    mirror: bool | None,
     other: str | None,
     own: dict[str, str],
     seed: int | None,
@@ -55,6 +56,9 @@ def evaluate(
         found = with_learner(found, with_own_settings(replace(found.settings, learner=other, options={}), own), data)
     settings = replace(found.settings, **changes)  # type: ignore[arg-type]
     learner = found.learner
+    if mirror is not None:
+        learner.change(mirror=mirror)
+        settings = replace(settings, mirror=mirror)
     learner.check_episode(settings.ways, settings.shots)
     tried = range(first, last + 1) if learner.has_steps else range(1, 2)
     val, test = (stream(settings, data, split, seed) for split in ("val", "test"))
@@ -69,6 +73,7 @@ def evaluate(
         "queries": settings.queries,
         "episodes": count,
         "batch_norm": learner.batch_norm if learner.has_batch_norm else None,
+        "mirror": getattr(learner.options, "mirror", None),
         "inner_lr": getattr(learner.options, "inner_lr", None),
         "validation": [_line(t, final.validation) for t in tried],
         "steps": final.steps if learner.has_steps else None,

@@ -101,6 +101,11 @@ class ExportedModule(nn.Module):
         norms = layers(network)
         if learner.batch_norm == "support" and norms:
             assert classifier is not None
+            if learner.representation.mirror:
+                raise BilevelError(
+                    "Pictures and their mirror images are normalised by statistics of their own, and an exported batch "
+                    "norm has one set of them. Write `bilevel evaluate MODEL --no-mirror --save PATH`, and export that."
+                )
             with using(norms, "keep"):
                 network(classifier.support)
             for name, layer in norms.items():
@@ -115,6 +120,7 @@ class ExportedModule(nn.Module):
         for layer in norms.values():
             layer.by = "running"
         self.network, self.normalise = network, learner.representation.normalise
+        self.mirror = learner.representation.mirror
         if self.normalise:
             self.register_buffer("centre", learner.lam[CENTRE].clone())
             self.register_buffer("length", learner.lam[LENGTH].exp())
@@ -129,6 +135,8 @@ class ExportedModule(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         features = self.network(images)
+        if self.mirror:
+            features = (features + self.network(images.flip(-1))) / 2
         if self.normalise:
             centred = features - self.centre
             size = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).clamp(min=SHORTEST)

@@ -23,6 +23,10 @@ def command(
     batch_norm: Annotated[
         str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
     ] = None,
+    mirror: Annotated[
+        bool | None,
+        typer.Option("--mirror/--no-mirror", help="Take the mean features of a picture and its mirror image, or not."),
+    ] = None,
     learner: Annotated[
         str | None, typer.Option(help="Judge the model's network under another learner, ridge-head for example.")
     ] = None,
@@ -49,7 +53,19 @@ def command(
         raise BilevelError(f"--set {change[0]} is for --learner NAME; `bilevel list learners` names them.")
     changes = {name: number for name, number in given.items() if number is not None}
     result = evaluate(
-        run, episodes, first, last, changes, batch_norm, learner, pairs(change or []), seed, data_root, threads, save
+        run,
+        episodes,
+        first,
+        last,
+        changes,
+        batch_norm,
+        mirror,
+        learner,
+        pairs(change or []),
+        seed,
+        data_root,
+        threads,
+        save,
     )
     if as_json:
         typer.echo(json.dumps(result, indent=1))

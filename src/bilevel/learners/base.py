@@ -55,11 +55,13 @@ class NetworkOptions(LearnerOptions):
         network: its name; empty for a module of one's own.
         last_relu: whether a network that is given by its name ends with a ReLU.
         batch_norm: see `bilevel.models.batch_norm.MEANING`.
+        mirror: whether features are the mean over a picture and its mirror image; it takes twice the time.
     """
 
     network: str = ""
     last_relu: bool = True
     batch_norm: Mode = "episode"
+    mirror: bool = False
 
 
 def option(name: str) -> Any:
@@ -144,7 +146,10 @@ class Learner(SavedLearner, ABC):
         if isinstance(module, str):
             module = build(module, shape[0], seed, chosen.last_relu)
         self.representation = Representation(
-            nn.Flatten() if module is None else module, mode, getattr(chosen, "normalise", False)
+            nn.Flatten() if module is None else module,
+            mode,
+            getattr(chosen, "normalise", False),
+            getattr(chosen, "mirror", False),
         )
         self.lam = {key: value.detach().clone() for key, value in self.module.named_parameters()}
         if module is not None and not self.lam:
@@ -248,6 +253,8 @@ class Learner(SavedLearner, ABC):
         if "batch_norm" in options:
             self._check_mode(options["batch_norm"])
             self.representation.batch_norm = options["batch_norm"]
+        if "mirror" in options:
+            self.representation.mirror = options["mirror"]
         self.options = replace(self.options, **options)
 
     def _check_mode(self, mode: str) -> None:

@@ -33,29 +33,34 @@ class Representation:
     """Features of images for given weights, with the constant feature of the bias at the end.
 
     With `normalise`, the module's features φ are centred and brought to one length, exp(ℓ)·(φ − c)/‖φ − c‖. The centre
-    c and ℓ are leaves of λ and differentiated like the module's weights.
+    c and ℓ are leaves of λ and differentiated like the module's weights. With `mirror`, φ is the mean of the module's
+    features of a picture and of its mirror image.
 
     Args:
         module: from images N×C×H×W to features N×F; it is copied, and runs as in evaluation except for batch norm.
         batch_norm: see `bilevel.models.batch_norm.MEANING`.
         normalise: whether features are centred and of one length.
+        mirror: whether features are the mean over a picture and its mirror image; it takes twice the time.
     """
 
-    def __init__(self, module: nn.Module, batch_norm: Mode, normalise: bool = False) -> None:
+    def __init__(self, module: nn.Module, batch_norm: Mode, normalise: bool = False, mirror: bool = False) -> None:
         ours = converted(copy.deepcopy(module)).eval().requires_grad_(False)
         self.module: nn.Module = ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.norms: dict[str, BatchNorm] = layers(self.module)
-        self.batch_norm, self.normalise = batch_norm, normalise
+        self.batch_norm, self.normalise, self.mirror = batch_norm, normalise, mirror
         self.names = [name for name, _ in self.module.named_parameters()]
         self.parts = nn.ModuleDict()
         self._fuses = True
         self._lent = threading.local()
 
     def raw(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
-        """The module's own features."""
+        """The module's own features, or their mean over the pictures and their mirror images."""
         weights = {name: lam[name] for name in self.names}
         images = images.to(next(iter(weights.values()))) if weights else images
-        return torch.func.functional_call(self.module, weights, (images,))
+        features: Tensor = torch.func.functional_call(self.module, weights, (images,))
+        if self.mirror:
+            features = (features + torch.func.functional_call(self.module, weights, (images.flip(-1),))) / 2
+        return features
 
     def add_part(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         """Hold another module, whose parameters are leaves of λ under `name.…`; the leaves. Its batch norms normalise
@@ -87,7 +92,7 @@ class Representation:
         """The features of networks × images, each set by the network of that number: the leaves of `weights` have a
         first axis for the networks. Batch norm takes the images of a network for one set."""
         together = networks(self.module, images)
-        if together is not None and not self.normalise:
+        if together is not None and not self.normalise and not self.mirror:
             return heads.with_one(together(weights, images.to(next(iter(weights.values())))))
         leaves = zip(*(torch.unbind(weights[name]) for name in self.names), strict=True)
         rows = [

@@ -13,6 +13,7 @@ LEARNER_FIELDS = {
     "network",
     "last_relu",
     "normalise",
+    "mirror",
     "steps",
     "inner_lr",
     "step_bound",
@@ -41,6 +42,7 @@ class TrainingSettings:
     network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l, c4l-64 or rn.")
     last_relu: bool = _setting(True, "Whether the network ends with a ReLU.")
     normalise: bool = _setting(False, "Whether features are centred and of one length; centre and length are learned.")
+    mirror: bool = _setting(False, "Whether features are the mean over a picture and its mirror image.")
     image_size: int = _setting(
         0, "Pixels per side that images of a folder or of MiniImagenet are brought to; 0: as the data set has them."
     )

@@ -74,6 +74,7 @@ class HyperRepresentation(Learner):
         batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
         normalise: whether h's features are centred and of one length, exp(ℓ)·(φ − c)/‖φ − c‖; c and ℓ are then part
             of λ, and `centre` starts c at the mean of some images' features.
+        mirror: whether h's features are the mean over a picture and its mirror image; it takes twice the time.
         last_relu: whether a network that is given by its name ends with a ReLU.
         class_loss: the loss of one classifier over all classes of meta-training, whose leaves are then part of λ.
         class_weight: how much of it is added to E; the queries' classes are then a third part of an episode's `val`.
@@ -113,6 +114,7 @@ class HyperRepresentation(Learner):
         l2: float = 0.0,
         batch_norm: Mode = "episode",
         normalise: bool = False,
+        mirror: bool = False,
         last_relu: bool = True,
         class_loss: ClassLoss | None = None,
         class_weight: float = 0.0,
@@ -133,6 +135,7 @@ class HyperRepresentation(Learner):
             l2=l2,
             batch_norm=batch_norm,
             normalise=normalise,
+            mirror=mirror,
             last_relu=last_relu,
             chunk=chunk,
         )
@@ -319,7 +322,8 @@ class HyperRepresentation(Learner):
         return Problem(whole.inner, whole.outer, whole.init), Task((support, labels), (query, answers))
 
     def settings(self) -> dict[str, Any]:
-        usual = {"normalise": False, "last_relu": True}  # said where they are not what they were before they came
+        # They came later, and are said where they are not what they were before.
+        usual = {"normalise": False, "mirror": False, "last_relu": True}
         said = super().settings()
         return {name: value for name, value in said.items() if name not in usual or value != usual[name]}
 
