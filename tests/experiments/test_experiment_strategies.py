@@ -155,9 +155,17 @@ def test_published_numbers_are_those_of_the_table():
     assert {len(values) for values, _ in PUBLISHED.values()} == {6} and tuple(TABLE_3) == COLUMNS
 
 
-def test_validations_have_as_many_queries_for_any_number_of_classes(glyphs):
-    training = [strategies.training_of(StrategiesSettings(), problem, "pixels", glyphs) for problem in TABLE_3]
-    assert {one.validation_episodes * one.ways for one in training} == {500}
+def test_one_training_is_judged_on_every_problem_of_its_data(tmp_path, monkeypatch):
+    other = replace(PROBLEMS["glyphs-5way-1shot"], ways=3, shots=2)
+    monkeypatch.setitem(strategies.PROBLEMS, "glyphs-3way-2shot", other)
+    options = {**TWO, "problems": "glyphs-5way-1shot,glyphs-3way-2shot"}
+    result, record = reproduce("strategies", options, quick=True, out=tmp_path, progress=False)
+    for rows in result.numbers.values():
+        assert set(rows) == {"hyper-representation", "prototypical", "pixels"}
+        assert not any("failure" in row for row in rows.values())
+    one, two = (rows["prototypical"] for rows in result.numbers.values())
+    assert one["curve"] == two["curve"] and one["images"] == two["images"] == 320
+    assert len(list((record.folder / "runs").iterdir())) == 3
 
 
 def test_the_problems_have_one_network_each():

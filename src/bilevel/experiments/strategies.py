@@ -1,17 +1,18 @@
 """Every few-shot strategy on the same episodes, with the same network and the same number of training images.
 
 Table 3 of the paper compares numbers that other authors report, each with a network, a training and a protocol of its
-own. Here every learner of `bilevel list learners` is trained on as many images as the others (`images`, counted as they
-are drawn) and judged on the same meta-test episodes. Every training has a folder of its own, so the same command goes
-on with a run that was stopped, and several commands with other `problems` or `learners` can fill one folder. With
-`train=false` nothing is trained: table, picture and words are written from the trainings that are finished.
+own. Here every learner of `bilevel list learners` is trained once for each data set, on as many images as the others
+(`images`, counted as they are drawn), with episodes of one to five shots, and judged on the same meta-test episodes of
+every problem. Every training has a folder of its own, so the same command goes on with a run that was stopped, and
+several commands with other `problems` or `learners` can fill one folder. With `train=false` nothing is trained: table,
+picture and words are written from the trainings that are finished.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,20 +57,27 @@ from bilevel.training.log import read_metrics
 
 PAPER = "Table 3 (Section 5.2), every strategy trained here"
 
-# The problems of Table 3, in the order of its columns, and a small one that needs no data. A meta-batch has few
-# episodes, so that a budget of images is enough hyperiterations.
+# The problems of Table 3, in the order of its columns, and a small one that needs no data.
 TABLE_3 = {
     **{
-        f"omniglot-{ways}way-{shots}shot": replace(preset(f"omniglot-{ways}way-{shots}shot"), meta_batch=meta_batch)
-        for ways, meta_batch in ((5, 4), (20, 2))
+        f"omniglot-{ways}way-{shots}shot": preset(f"omniglot-{ways}way-{shots}shot")
+        for ways in (5, 20)
         for shots in (1, 5)
     },
     **{
-        f"miniimagenet-5way-{shots}shot": replace(preset(f"miniimagenet-c4l-{shots}shot"), image_size=42, meta_batch=4)
+        f"miniimagenet-5way-{shots}shot": replace(preset(f"miniimagenet-c4l-{shots}shot"), image_size=42)
         for shots in (1, 5)
     },
 }
-PROBLEMS = {**TABLE_3, "glyphs-5way-1shot": replace(preset("glyphs-5way-1shot"), meta_batch=2)}
+PROBLEMS = {**TABLE_3, "glyphs-5way-1shot": preset("glyphs-5way-1shot")}
+# What is trained for the problems of a data set: the one with the most classes and the fewest shots, with shots drawn
+# anew for every hyperiteration. Few queries and few episodes in a meta-batch make a budget of images many
+# hyperiterations.
+TRAININGS = {
+    "omniglot": replace(PROBLEMS["omniglot-20way-1shot"], most_shots=5, queries=5, meta_batch=2),
+    "miniimagenet": replace(PROBLEMS["miniimagenet-5way-1shot"], most_shots=5, queries=5, meta_batch=4),
+    "glyphs": replace(PROBLEMS["glyphs-5way-1shot"], meta_batch=2),
+}
 
 
 @dataclass(frozen=True)
@@ -107,23 +115,28 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
     s, chosen = settings, _check(settings)
     found: Scores = {problem: [] for problem in s.problems}
     with single_precision(), one_thread():
-        opened = {problem: open_data(replace(PROBLEMS[problem], seed=s.seed)) for problem in s.problems}
-        jobs = [(problem, name) for problem in s.problems for name in chosen]
-        planned = {pair: _planned(s, *pair, opened[pair[0]]) for pair in jobs}  # all refusals before any training
-        for (problem, name), plan in planned.items():
-            folder = kept(out) / _folder(s, problem, name)
-            found[problem].append(_score(s, name, plan, opened[problem], folder, progress))
+        names = list(dict.fromkeys(PROBLEMS[problem].dataset for problem in s.problems))
+        opened = {data: open_data(replace(TRAININGS[data], seed=s.seed)) for data in names}
+        jobs = [(data, name) for data in names for name in chosen]
+        planned = {
+            (data, name): _planned(s, name, opened[data]) for data, name in jobs
+        }  # all refusals before any training
+        for (data, name), plan in planned.items():
+            folder = kept(out) / _folder(s, data, name)
+            for problem in (one for one in s.problems if PROBLEMS[one].dataset == data):
+                found[problem].append(_score(s, problem, name, plan, opened[data], folder, progress))
     scored = {problem: [row for row in rows if not row.failure] for problem, rows in found.items()}
     scored = {problem: rows for problem, rows in scored.items() if rows}
     require(bool(scored), f"No training is finished in {kept(out)}; leave train=false out to begin.")
-    draw(out / "strategies.png", {problem: [asdict(row) for row in rows] for problem, rows in scored.items()})
+    drawn = dict.fromkeys(_validated(list(scored), PROBLEMS[problem].dataset) for problem in scored)
+    draw(out / "strategies.png", {problem: [asdict(row) for row in scored[problem]] for problem in drawn})
     return ExperimentResult(
         {problem: {row.learner: _numbers(row) for row in rows} for problem, rows in found.items()},
         _choices(s),
         [*([_overview(found)] if len(found) > 1 else []), *(_table(s, problem, found[problem]) for problem in found)],
         ("strategies.png",),
         tuple(_notes(s, found)),
-        data={data.name: described(data) for data in opened.values()},
+        data={name: described(data) for name, data in opened.items()},
         runs=[f"runs/{_folder(s, *pair)}" for pair, plan in planned.items() if isinstance(plan, TrainingSettings)],
         times={problem: {row.learner: _times(row) for row in rows} for problem, rows in scored.items()},
     )
@@ -132,11 +145,11 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
 # ------------------------------------------------------------------------------------------------- training and judging
 
 
-def training_of(s: StrategiesSettings, problem: str, name: str, data: ImageDataset) -> TrainingSettings:
-    """The training of a learner: its own defaults, the problem's network, and as many images as all learners get."""
+def training_of(s: StrategiesSettings, name: str, data: ImageDataset) -> TrainingSettings:
+    """The training of a learner: its own defaults, the data's network, and as many images as all learners get."""
     kind = learners.get(name)
-    training = for_learner(replace(PROBLEMS[problem], seed=s.seed, average=s.average), name)
-    iterations = max(1, round(s.images / kind.stream(training, data).images(1))) if kind.trains else 0
+    training = for_learner(replace(TRAININGS[data.name], seed=s.seed, average=s.average), name)
+    iterations = max(1, round(s.images / training.images_in_iteration)) if kind.trains else 0
     every = max(1, iterations // s.looks)
     return replace(
         training,
@@ -148,10 +161,17 @@ def training_of(s: StrategiesSettings, problem: str, name: str, data: ImageDatas
     )
 
 
-def _planned(s: StrategiesSettings, problem: str, name: str, data: ImageDataset) -> TrainingSettings | str:
+def _validated(problems: Sequence[str], data: str) -> str:
+    """The problem whose episodes a training of this data set is validated on, or else its first."""
+    of_data = [problem for problem in problems if PROBLEMS[problem].dataset == data]
+    shape = TRAININGS[data].ways, TRAININGS[data].shots
+    return next((one for one in of_data if (PROBLEMS[one].ways, PROBLEMS[one].shots) == shape), of_data[0])
+
+
+def _planned(s: StrategiesSettings, name: str, data: ImageDataset) -> TrainingSettings | str:
     """The settings of a training, or why this learner cannot do it."""
     try:
-        training = training_of(s, problem, name, data)
+        training = training_of(s, name, data)
         FewShotTraining(training, data)
     except BilevelError as error:
         return f"refuses the problem: {error}"
@@ -160,6 +180,7 @@ def _planned(s: StrategiesSettings, problem: str, name: str, data: ImageDataset)
 
 def _score(
     s: StrategiesSettings,
+    problem: str,
     name: str,
     training: TrainingSettings | str,
     data: ImageDataset,
@@ -170,9 +191,9 @@ def _score(
     nothing = StrategyScore(name, kind.strategy, kind.trains)
     if isinstance(training, str):
         return replace(nothing, failure=training)
-    per_iteration = kind.stream(training, data).images(1)
+    per_iteration = training.images_in_iteration
     of = {"episodes": s.test_episodes, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
-    file = path / "meta_test.json"
+    file = path / f"meta_test-{problem}.json"
     # The log and this file are enough: the weights of a training that was judged need not be kept.
     if file.exists() and (known := read_json(file))["of"] == of:
         judged = known["found"]
@@ -183,7 +204,11 @@ def _score(
             trained = train(path, training, data, command_of("strategies", s), progress)
         except DivergenceError as error:
             return replace(nothing, failure=f"diverged: {error}")
-        judged = {"images": trained.iterations * per_iteration, **_judged(s, trained.learner, training, data)}
+        try:
+            trained.learner.check_episode(PROBLEMS[problem].ways, PROBLEMS[problem].shots)
+        except BilevelError as error:
+            return replace(nothing, failure=f"refuses the problem: {error}")
+        judged = {"images": trained.iterations * per_iteration, **_judged(s, trained.learner, problem, training, data)}
         write_json(file, {"of": of, "found": judged})
     curve = tuple(_curve(path, per_iteration))
     return replace(nothing, curve=curve, seconds=curve[-1][1], **judged)
@@ -202,9 +227,11 @@ def _curve(path: Path, per_iteration: int) -> Iterator[tuple[int, float, float, 
             yield iteration * per_iteration, float(np.interp(iteration, at, seconds)), line["score"], line["interval"]
 
 
-def _judged(s: StrategiesSettings, learner: Any, training: TrainingSettings, data: ImageDataset) -> dict[str, Any]:
+def _judged(
+    s: StrategiesSettings, learner: Any, problem: str, training: TrainingSettings, data: ImageDataset
+) -> dict[str, Any]:
     """Accuracy on meta-test, with the costs."""
-    test = episodes(training, data, "test")
+    test = episodes(replace(PROBLEMS[problem], seed=s.seed), data, "test")
     score = judge(learner, test, s.test_episodes, learner.steps)
     one = test.batch(range(1))
     adapt = partial(_adapt, learner, one.train[0][0], one.train[1][0], one.val[0][0])
@@ -227,8 +254,8 @@ def _adapt(learner: Any, images: Any, labels: Any, queries: Any) -> float:
     return time.process_time() - began
 
 
-def _folder(s: StrategiesSettings, problem: str, name: str) -> str:
-    return f"{problem}-{name}" + (f"-seed{s.seed}" if s.seed else "")
+def _folder(s: StrategiesSettings, data: str, name: str) -> str:
+    return f"{data}-{name}" + (f"-seed{s.seed}" if s.seed else "")
 
 
 def _numbers(row: StrategyScore) -> dict[str, Any]:
@@ -306,6 +333,8 @@ def _choices(s: StrategiesSettings) -> dict[str, str]:
     return {
         "budget": f"{s.images:,} training images for each learner, counted as they are drawn: an image that passes "
         "through the network in every inner step counts once",
+        "training": "one for each data set and learner, judged on all problems of the data set: 20-way episodes on "
+        "Omniglot, 5-way on MiniImagenet, 1 to 5 shots drawn anew for every hyperiteration, 5 queries a class",
         "outer optimiser": "Adam, step 1e-3, and the same meta-batch for all; scores are those of λ's moving average, "
         f"factor {s.average:g}, with the weights of the best of about {s.looks} validations",
         "settings of a learner": "its defaults, as `bilevel train --learner NAME` has them; T is that of training",
