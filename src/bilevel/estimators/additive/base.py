@@ -280,7 +280,7 @@ class BilevelAdditive(BaseEstimator):
         self._check_fitted()
         names, columns = read_columns(self, X, self.categorical, reset=False)
         for j, (column, term) in enumerate(zip(columns, self._design.terms, strict=True)):
-            wanted = hasattr(term, "centre")
+            wanted = isinstance(term, NumericTerm)
             if wanted != (column.dtype == np.float64):
                 columns[j] = _converted(column, wanted, names[j])
         return self._design.matrix(self._design.blocks(columns, reach)) - self._reduction.mean
