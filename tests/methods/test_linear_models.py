@@ -8,6 +8,7 @@ from scipy import sparse
 import bilevel as bl
 from bilevel.methods.linear_models import stale_newton
 from bilevel.structures import (
+    GammaDeviance,
     GramOfRows,
     HeldOutLoss,
     HeldOutSquares,
@@ -15,6 +16,7 @@ from bilevel.structures import (
     LinearClassifiers,
     LinearModels,
     LogLoss,
+    PoissonDeviance,
     SquaredError,
 )
 
@@ -30,6 +32,8 @@ def rows_problem(loss, *, intercept=True, rows=30, features=6, outputs=2, sparse
     y = torch.randn(outputs, rows, dtype=torch.float64) + X[:, :outputs].T
     if isinstance(loss, LogLoss):
         y = (y > 0).double() if outputs == 1 else torch.eye(outputs).double()[y.argmax(0)].T.contiguous()
+    elif not isinstance(loss, SquaredError):
+        y = y.exp().ceil() - 1 if isinstance(loss, PoissonDeviance) else y.exp()
     weight, fold = torch.rand(rows, dtype=torch.float64) + 0.5, torch.arange(rows) % FOLDS
     held_out = fold == torch.arange(FOLDS)[:, None]
     inner = LinearModels(loss, intercept=intercept)
@@ -74,7 +78,16 @@ def differences(problem, lam, task, method, settings=STILL, step=1e-5):
 @pytest.mark.parametrize("sparsely", [False, True])
 @pytest.mark.parametrize("intercept", [True, False])
 @pytest.mark.parametrize(
-    ("loss", "outputs"), [(SquaredError(), 1), (SquaredError(), 2), (LogLoss(), 1), (LogLoss(), 3)], ids=str
+    ("loss", "outputs"),
+    [
+        (SquaredError(), 1),
+        (SquaredError(), 2),
+        (LogLoss(), 1),
+        (LogLoss(), 3),
+        (PoissonDeviance(), 1),
+        (GammaDeviance(), 2),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("shape", [(30, 6), (18, 25)], ids=str)
 def test_every_method_agrees_with_implicit_differentiation_and_with_differences(
@@ -238,14 +251,15 @@ def test_what_does_not_apply_is_refused():
 
 def test_losses_know_their_derivatives():
     torch.manual_seed(0)
-    for loss, outputs in ((SquaredError(), 2), (LogLoss(), 1), (LogLoss(), 3)):
+    counted, positive = (PoissonDeviance(), 2), (GammaDeviance(), 1)
+    for loss, outputs in ((SquaredError(), 2), (LogLoss(), 1), (LogLoss(), 3), counted, positive):
         scores = 3 * torch.randn(2, outputs, 5, dtype=torch.float64, requires_grad=True)
         y = torch.eye(outputs).double()[:, np.arange(5) % outputs] if outputs > 1 else torch.ones(1, 5).double()
         (slopes,) = torch.autograd.grad(loss.values(scores, y).sum(), scores, create_graph=True)
         torch.testing.assert_close(slopes, loss.slopes(scores, y))
         v = torch.randn_like(scores)
         (bent,) = torch.autograd.grad((slopes * v).sum(), scores)
-        torch.testing.assert_close(bent, loss.hessian_times(scores, v))
+        torch.testing.assert_close(bent, loss.hessian_times(scores, y, v))
 
 
 @pytest.mark.parametrize("dense", [True, False])

@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "additive": ["BilevelAdditiveClassifier", "BilevelAdditiveRegressor"],
         "elastic_net": ["BilevelElasticNet", "BilevelLasso"],
+        "log_link": ["BilevelGammaRegressor", "BilevelPoissonRegressor"],
         "logistic_regression": ["BilevelLogisticRegression"],
         "ridge": ["BilevelRidge"],
     },

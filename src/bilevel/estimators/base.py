@@ -107,6 +107,8 @@ class BilevelEstimator(BaseEstimator):
     _classes = False
     # Whether a feature in another unit is the same feature with another penalty.
     _units_do_not_matter = True
+    # What the penalties of the inner problem are multiplied with, to be those of the estimator's objective.
+    _alpha_unit = 1.0
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -201,7 +203,7 @@ class BilevelEstimator(BaseEstimator):
             lam = self._search(search, groups, 2 * np.log(scale), SearchRecord(advance))
         # Four decimals of a logarithm: rounding errors of so many steps must not show in the result.
         lam = lam.mul(1e4).round().div(1e4)
-        alpha = table.penalties(lam).numpy() * scale**2
+        alpha = table.penalties(lam).numpy() * scale**2 * self._alpha_unit
         self.alpha_ = float(alpha[0]) if shared else alpha
         self.method_ = table.reason
         w = search.evaluate(lam, CERTIFIED).inner
@@ -230,7 +232,7 @@ class BilevelEstimator(BaseEstimator):
         again = bool(self.warm_start) and last is not None and np.array_equal(last, groups.of)
         if again:
             # Each group begins at the mean of its features' penalties.
-            known = np.log(np.broadcast_to(self.alpha_, log_scale.shape)) - log_scale
+            known = np.log(np.broadcast_to(self.alpha_, log_scale.shape) / self._alpha_unit) - log_scale
             start = torch.from_numpy(groups.mean(known).clip(*search.box))
             search.level = level * search.value(start)
         else:
@@ -319,9 +321,11 @@ class BilevelEstimator(BaseEstimator):
 class BilevelRegressor(BilevelEstimator):
     """An estimator of numbers, one or several for each row."""
 
+    _several_targets = True
+
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.target_tags.single_output, tags.target_tags.multi_output = False, True
+        tags.target_tags.single_output, tags.target_tags.multi_output = False, self._several_targets
         return tags
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
@@ -338,7 +342,7 @@ class BilevelRegressor(BilevelEstimator):
             accept_sparse="csr",
             dtype=np.float64,
             y_numeric=True,
-            multi_output=True,
+            multi_output=self._several_targets,
             ensure_min_samples=2,
         )
         self._fit(X, np.array(y, dtype=np.float64), sample_weight, groups)

@@ -50,7 +50,7 @@ def corrected_losses(held: HeldOutRows, loss: RowLoss, tether: Tensor, mean: boo
         mean: the tether does not depend on the mean of λ.
     """
     scores, y = held.scores.mT[None], held.y.mT
-    curvature, slope = _curvatures(loss, scores), loss.slopes(scores, y)[0].mT
+    curvature, slope = _curvatures(loss, scores, y), loss.slopes(scores, y)[0].mT
     leverage = _leverages(held.slopes, curvature * held.weight[:, None, None], tether, mean)
     count = float((held.weight * (curvature * leverage.mT).sum((1, 2))).sum())
     kept = torch.eye(leverage.shape[1], dtype=leverage.dtype) - curvature @ leverage
@@ -58,11 +58,11 @@ def corrected_losses(held: HeldOutRows, loss: RowLoss, tether: Tensor, mean: boo
     return loss.values(scores + change.mT[None], y)[0], count
 
 
-def _curvatures(loss: RowLoss, scores: Tensor) -> Tensor:
+def _curvatures(loss: RowLoss, scores: Tensor, y: Tensor) -> Tensor:
     """V_i, items × outputs × outputs."""
     outputs = scores.shape[1]
     units = torch.eye(outputs, dtype=scores.dtype)
-    columns = [loss.hessian_times(scores, unit[:, None].expand_as(scores))[0] for unit in units]
+    columns = [loss.hessian_times(scores, y, unit[:, None].expand_as(scores))[0] for unit in units]
     return torch.stack(columns).permute(2, 0, 1)
 
 

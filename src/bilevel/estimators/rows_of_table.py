@@ -28,10 +28,17 @@ SPAN = 1000
 
 
 class RowsOfTable(FoldedTable):
-    """A loss of scores on rows, with an intercept in w: for wide tables, and for losses without closed form."""
+    """A loss of scores on rows, with an intercept in w: for wide tables, and for losses without closed form.
 
-    def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool, loss: RowLoss) -> None:
+    Args:
+        mean: a fold's objective has the mean of the losses, not their sum.
+    """
+
+    def __init__(
+        self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool, loss: RowLoss, mean: bool = False
+    ) -> None:
         super().__init__(X, y, folds, groups, intercept)
+        self.mean = mean
         self.loss, self.model = loss, LinearModels(loss, self.penalties, intercept)
         (rows, features), outputs = X.shape, len(self.y)
         shape = torch.Size((folds.count, outputs, features + intercept))
@@ -77,6 +84,8 @@ class RowsOfTable(FoldedTable):
 
     def task(self, folds: Folds, held: float = 0.0) -> Task:
         train, val = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
+        if self.mean:
+            train = train / train.sum(1, keepdim=True)
         return Task((self.X, self.y, train), (self.X, self.y, val, torch.tensor(held, dtype=val.dtype)))
 
     def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:

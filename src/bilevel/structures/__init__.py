@@ -14,12 +14,13 @@ from bilevel.structures.leave_one_out import LeaveOneOut
 from bilevel.structures.left_out import LeftOutLoss
 from bilevel.structures.linear_classifiers import LinearClassifiers
 from bilevel.structures.linear_models import LinearModels
-from bilevel.structures.losses import LogLoss, SquaredError
+from bilevel.structures.losses import GammaDeviance, LogLoss, PoissonDeviance, SquaredError
 from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
 from bilevel.structures.rows import GramOfRows
 
 __all__ = [
     "FunctionOfLam",
+    "GammaDeviance",
     "GramOfRows",
     "GroupPenalties",
     "HeldOutLoss",
@@ -30,5 +31,6 @@ __all__ = [
     "LinearClassifiers",
     "LinearModels",
     "LogLoss",
+    "PoissonDeviance",
     "SquaredError",
 ]

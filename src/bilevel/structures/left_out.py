@@ -39,7 +39,7 @@ class LeftOutLoss(DeclaredOuter):
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
         X, y, weight, data = batch
         scores, rows = self.model.scores(w, X), with_ones(X, self.model.intercept)
-        curvature = self.curvatures(scores, weight)
+        curvature = self.curvatures(scores, y, weight)
         blocks = torch.einsum("icd,ij,ik->cjdk", curvature, rows, rows)
         size, outputs = rows.shape[1], w.shape[1]
         hessian = blocks.reshape(outputs * size, -1) + torch.diag(self.model.penalties(lam).repeat(outputs))
@@ -51,17 +51,17 @@ class LeftOutLoss(DeclaredOuter):
         leverage = torch.einsum("ij,cjdk,ik->icd", rows, inverse, rows)
         return self.loss(scores, leverage, y, weight) + self.extra(lam, data)
 
-    def curvatures(self, scores: Tensor, weight: Tensor) -> Tensor:
+    def curvatures(self, scores: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """V_i, of shape rows × outputs × outputs."""
         outputs = scores.shape[1]
         units = torch.eye(outputs, dtype=scores.dtype)
-        columns = [self.model.loss.hessian_times(scores, unit[:, None].expand_as(scores))[0] for unit in units]
+        columns = [self.model.loss.hessian_times(scores, y, unit[:, None].expand_as(scores))[0] for unit in units]
         return weight[0][:, None, None] * torch.stack(columns).permute(2, 0, 1)
 
     def loss(self, scores: Tensor, leverage: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """E without the extra term, from the scores (1 × outputs × rows) and A (rows × outputs × outputs)."""
         slope = (weight[:, None] * self.model.loss.slopes(scores, y))[0].mT[:, :, None]
-        taken = self.curvatures(scores, weight) @ leverage
+        taken = self.curvatures(scores, y, weight) @ leverage
         kept = torch.eye(leverage.shape[1], dtype=scores.dtype) - taken
         change = leverage @ (slope / kept if kept.shape[1] == 1 else torch.linalg.solve(kept, slope))
         losses = (weight * self.model.loss.values(scores + change[:, :, 0].mT, y)).sum()

@@ -26,7 +26,8 @@ class LinearModels:
     rows that a fold holds out. w has the shape folds × outputs × features.
 
     Args:
-        loss: `SquaredError()`, or `LogLoss()` for logistic and multinomial regression.
+        loss: `SquaredError()`, `LogLoss()` for logistic and multinomial regression, or `PoissonDeviance()` and
+            `GammaDeviance()` for regression with a log link.
         penalty: α as a function of λ, one number for every feature.
         intercept: w has one more column, an intercept, which is not penalised. Where only differences of scores count,
             half the squared sum of the intercepts is added to L, so that they have one minimiser.

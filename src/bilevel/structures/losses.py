@@ -19,7 +19,7 @@ class RowLoss(ABC):
     """A convex function of the scores of one row.
 
     Attributes:
-        steepest: an upper bound on its curvature.
+        steepest: an upper bound on its curvature; where there is none, the curvature for targets of mean 1.
         only_differences: adding one number to all scores of a row with several outputs changes nothing.
     """
 
@@ -35,7 +35,7 @@ class RowLoss(ABC):
         """The derivatives in the scores."""
 
     @abstractmethod
-    def hessian_times(self, scores: Tensor, v: Tensor) -> Tensor:
+    def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """The second derivative in the scores, times v, which has the shape of the scores."""
 
 
@@ -51,7 +51,7 @@ class SquaredError(RowLoss):
     def slopes(self, scores: Tensor, y: Tensor) -> Tensor:
         return scores - y
 
-    def hessian_times(self, scores: Tensor, v: Tensor) -> Tensor:
+    def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
         return v
 
 
@@ -70,9 +70,46 @@ class LogLoss(RowLoss):
     def slopes(self, scores: Tensor, y: Tensor) -> Tensor:
         return _probabilities(scores) - y
 
-    def hessian_times(self, scores: Tensor, v: Tensor) -> Tensor:
+    def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
         p = _probabilities(scores)
         return p * (v - (p * v).sum(-2, keepdim=True)) if p.shape[-2] > 1 else p * (1 - p) * v
+
+
+@dataclass(frozen=True)
+class PoissonDeviance(RowLoss):
+    """e^score − y·score + y log y − y, half the deviance of counts y ≥ 0 with the mean e^score."""
+
+    steepest: ClassVar[float] = 1.0
+
+    def values(self, scores: Tensor, y: Tensor) -> Tensor:
+        return (_mean(scores) - y * scores + torch.xlogy(y, y) - y).sum(-2)
+
+    def slopes(self, scores: Tensor, y: Tensor) -> Tensor:
+        return _mean(scores) - y
+
+    def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return _mean(scores) * v
+
+
+@dataclass(frozen=True)
+class GammaDeviance(RowLoss):
+    """y·e^−score + score − log y − 1, half the deviance of y > 0 with the mean e^score."""
+
+    steepest: ClassVar[float] = 1.0
+
+    def values(self, scores: Tensor, y: Tensor) -> Tensor:
+        return (y * _mean(-scores) + scores - y.log() - 1).sum(-2)
+
+    def slopes(self, scores: Tensor, y: Tensor) -> Tensor:
+        return 1 - y * _mean(-scores)
+
+    def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return y * _mean(-scores) * v
+
+
+def _mean(scores: Tensor) -> Tensor:
+    """e^score. A trial step may have any score: rows of weight zero must not make it infinite times zero."""
+    return scores.clamp(max=300.0).exp()
 
 
 def _probabilities(scores: Tensor) -> Tensor:

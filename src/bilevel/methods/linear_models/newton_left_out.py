@@ -61,7 +61,7 @@ class NewtonLeftOut(LinearModelMethod):
         spread = inverse @ _weighted_gram(columns, in_leverage) @ inverse
         in_curvature = -_forms(columns, 0.5 * (spread + spread.mT), outputs)
         with torch.enable_grad():
-            through = (in_curvature * outer.curvatures(free_scores, weight)).sum()
+            through = (in_curvature * outer.curvatures(free_scores, y, weight)).sum()
             if through.requires_grad:
                 (more,) = torch.autograd.grad(through, free_scores)
                 in_scores = in_scores + more

@@ -100,7 +100,7 @@ class PenalisedRows:
         for a in range(outputs):
             unit = scores.new_zeros(outputs, 1)
             unit[a] = 1
-            curvature = self.weight[:, None] * self.model.loss.hessian_times(scores, unit.expand_as(scores))
+            curvature = self.weight[:, None] * self.model.loss.hessian_times(scores, self.y, unit.expand_as(scores))
             # One product for all folds and outputs.
             columns = (X[:, None] * curvature.reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
             blocks.append((X.mT @ columns).reshape(-1, folds, outputs, X.shape[1]))
@@ -133,7 +133,7 @@ class PenalisedRows:
         precondition = precondition or self._by_diagonal(scores.shape[1])
 
         def times(v: Tensor) -> Tensor:
-            bent = self.weight[:, None] * self.model.loss.hessian_times(scores, self.scores(v))
+            bent = self.weight[:, None] * self.model.loss.hessian_times(scores, self.y, self.scores(v))
             return self.model.transposed(bent, self.X) + self.model.pulled(v, self.alpha)
 
         def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:

@@ -167,7 +167,7 @@ class _Sweeps:
     def _look(self) -> tuple[Tensor, Tensor, Tensor]:
         """The slopes of L and E, and H q, without penalties: one product with Xᵀ."""
         pulls = self.loss.slopes(self.scores, self.rows.y)
-        bent = self.weight[:, None] * self.loss.hessian_times(self.scores, self.image)
+        bent = self.weight[:, None] * self.loss.hessian_times(self.scores, self.rows.y, self.image)
         parts = [self.weight[:, None] * pulls, bent]
         if self.share is not None:
             parts.append(self.share[:, None] * pulls)
@@ -211,7 +211,7 @@ class _Sweeps:
         """Column a of the second derivative of the loss in the scores."""
         unit = scores.new_zeros(scores.shape[1], 1)
         unit[a] = 1
-        return self.loss.hessian_times(scores, unit.expand_as(scores))
+        return self.loss.hessian_times(scores, self.rows.y, unit.expand_as(scores))
 
     def _curvature(self, scores: Tensor) -> Tensor:
         """Of the loss for every fold and row, the sum over outputs."""
