@@ -14,8 +14,9 @@ from bilevel import BilevelError, DivergenceError, HyperRepresentation, distribu
 from bilevel.data.files import read_file
 from bilevel.files import read_json
 from bilevel.learners import library
+from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.training import FewShotTraining
-from bilevel.training.files import read_tensors
+from bilevel.training.files import read_tensors, write_tensors
 from small_learner import episodes, learner
 
 
@@ -126,3 +127,33 @@ def test_a_step_size_without_bounds_is_called_divergence(data):
     with pytest.raises(DivergenceError, match=r"λ has grown to .*smaller lr than 1e\+10"):
         for k in range(1, 4):
             job.step(k)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("temperature", -1.0, "no logits can be divided by a temperature of -1"),
+        ("temperature", 0.0, "no logits can be divided by a temperature of 0"),
+        ("learner", {"name": "hyper-representation", "shape": [1, 8, 8], "network": 0.5}, "no name of a network"),
+    ],
+)
+def test_a_forged_classifier(tmp_path, key, value, message):
+    torch.set_default_dtype(torch.float32)
+    made = HyperRepresentation("omniglot-net", (1, 28, 28), steps=2).adapt(torch.rand(4, 1, 28, 28), "abab")
+    made.save(tmp_path / "x.safetensors")
+    tensors, facts = read_tensors(tmp_path / "x.safetensors")
+    facts["classifier"][key] = value
+    write_tensors(tmp_path / "x.safetensors", tensors, facts)
+    with pytest.raises(BilevelError, match=message):
+        FewShotClassifier.load(tmp_path / "x.safetensors")
+
+
+def test_a_checkpoint_in_half_precision_would_count_wrongly(data):
+    torch.set_default_dtype(torch.float32)
+    job = FewShotTraining(SMALL, data)
+    job.step(1)
+    state = job.state()
+    for name in state:
+        with pytest.raises(BilevelError, match="torch.bfloat16"):
+            job.restore({**state, name: state[name].to(torch.bfloat16)})
+    job.restore(state)

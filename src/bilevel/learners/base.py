@@ -312,6 +312,8 @@ class Learner(SavedLearner, ABC):
             raise BilevelError(f"These are the settings of the learner {name}, and {cls.name} was asked for.")
         network = options.pop("network", None) if module is None else module
         options.pop("network", None)
+        if not isinstance(network, (str, nn.Module, type(None))):
+            raise BilevelError(f"network={network!r:.60} is no name of a network.")
         if not network and "network" in {f.name for f in fields(cls.Options)}:
             raise BilevelError(
                 "This learner has a module of its own, like the Multiclass baseline of `bilevel run variants`; in "

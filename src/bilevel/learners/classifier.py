@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 GROUP = 200
 # In a saved classifier: the prefix of the learner's tensors, and the key of what describes it.
 WEIGHTS, KIND = "weights.", "classifier"
+# Temperatures in a file that can be meant.
+COLDEST, HOTTEST = 1e-6, 1e6
 
 
 class FewShotClassifier:
@@ -116,6 +118,8 @@ class FewShotClassifier:
             learner = kind.from_settings(settings, module)
             learner.set_weights({name.removeprefix(WEIGHTS): value for name, value in tensors.items()})
             labels = [classes[int(number)] for number in numbers]
+            if not COLDEST <= temperature <= HOTTEST:
+                raise ValueError(f"no logits can be divided by a temperature of {temperature:g}")
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise BilevelError(f"The classifier in {path} is incomplete: {error!r}. Save it again.") from error
         made = cls(learner, images, labels, steps if learner.has_steps else None)

@@ -226,7 +226,7 @@ class FewShotTraining:
                 keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
                 found = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
                 kept = {
-                    key: _like(value.new_zeros(()) if key == "step" else leaf, f"{key}/{name}", value)
+                    key: _like(_count(value) if key == "step" else leaf, f"{key}/{name}", value)
                     for key, value in found.items()
                     if value is not None
                 }
@@ -312,8 +312,14 @@ def duration(seconds: float) -> str:
 
 
 def _like(leaf: Tensor, name: str, value: Tensor) -> Tensor:
-    """A copy of a tensor from a checkpoint, laid out like the leaf, whose shape it must have."""
+    """A copy of a tensor from a checkpoint, laid out like the leaf, whose shape and type it must have."""
     check_numbers(name, value)
-    if value.shape != leaf.shape:
-        raise BilevelError(f"{name} is {list(value.shape)} there and {list(leaf.shape)} here")
+    if (value.shape, value.dtype) != (leaf.shape, leaf.dtype):
+        there, here = (f"{one.dtype} {list(one.shape)}" for one in (value, leaf))
+        raise BilevelError(f"{name} is {there} there and {here} here")
     return torch.empty_like(leaf).copy_(value)
+
+
+def _count(value: Tensor) -> Tensor:
+    """What an optimiser's count of its steps looks like: torch's default type when it began, which counts exactly."""
+    return torch.zeros((), dtype=value.dtype if value.dtype == torch.float64 else torch.float32)
