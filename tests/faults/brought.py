@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas
-from PIL import Image, features
+from PIL import Image
 
 from bilevel.cli import _user_pictures
 from bilevel.data.cache import Workspace
 from bilevel.data.drawings import is_drawing
 from bilevel.data.files import ArchiveLimits, gunzip, open_tree, read_file
 from bilevel.data.folder import Folder
-from bilevel.data.pictures import open_picture
+from bilevel.data.pictures import formats, open_picture
 from bilevel.data.preparation import Preparation, prepared
 from bilevel.files import write_json
 from bilevel.learners.configuration import read_configuration
@@ -38,6 +38,7 @@ KINDS = {
     "WEBP": {},
     "PPM": {},
     "AVIF": {},
+    "HEIF": {},
 }
 TOML = b"""dataset = "miniimagenet"
 network = "c4l"
@@ -182,7 +183,7 @@ def anything(found, wanted) -> bool:
 
 
 def attacks() -> list[Attack]:
-    kinds = {kind: options for kind, options in KINDS.items() if kind != "AVIF" or features.check("avif")}
+    kinds = {kind: options for kind, options in KINDS.items() if kind in formats()}
     found = [
         Attack(
             f"{kind} picture",

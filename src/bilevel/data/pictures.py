@@ -51,7 +51,7 @@ def open_picture(contents: bytes, name: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            picture = Image.open(io.BytesIO(contents), formats=_formats())
+            picture = Image.open(io.BytesIO(contents), formats=formats())
             if picture.format == "PNG":
                 picture.verify()  # decoding alone does not compare the checksums; afterwards it is used up
                 picture = Image.open(io.BytesIO(contents), formats=("PNG",))
@@ -64,12 +64,12 @@ def open_picture(contents: bytes, name: str) -> Image.Image:
     except DAMAGE as error:
         reason = str(error) or type(error).__name__
     raise UnreadablePicture(
-        f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(_formats())} are read)."
+        f"The image {name} cannot be read: {reason}. Replace or remove it ({', '.join(formats())} are read)."
     )
 
 
 @cache
-def _formats() -> tuple[str, ...]:
+def formats() -> tuple[str, ...]:
     """The formats that can be read here: AVIF since Pillow 11.3, HEIC with the package pillow-heif."""
     with suppress(ImportError):
         importlib.import_module("pillow_heif").register_heif_opener()
@@ -82,9 +82,9 @@ def _unidentified(contents: bytes) -> str:
     if not contents:
         return "the file is empty"
     brand = contents[8:12] if contents[4:8] == b"ftyp" else b""
-    if brand in (b"avif", b"avis") and "AVIF" not in _formats():
+    if brand in (b"avif", b"avis") and "AVIF" not in formats():
         return "AVIF needs Pillow 11.3 or later"
-    if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") and "HEIF" not in _formats():
+    if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") and "HEIF" not in formats():
         return "HEIC needs the package pillow-heif (pip install pillow-heif)"
     return "it is no picture of a known kind"
 
