@@ -154,6 +154,6 @@ def test_a_checkpoint_in_half_precision_would_count_wrongly(data):
     job.step(1)
     state = job.state()
     for name in state:
-        with pytest.raises(BilevelError, match="torch.bfloat16"):
+        with pytest.raises(BilevelError, match=r"torch\.bfloat16"):
             job.restore({**state, name: state[name].to(torch.bfloat16)})
     job.restore(state)
