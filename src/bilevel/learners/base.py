@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from math import prod
@@ -320,16 +320,6 @@ class Learner(SavedLearner, ABC):
                 "Python, pass module=… with the same architecture."
             )
         return cls(network, shape, **options)
-
-    @contextmanager
-    def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Use these weights inside the block."""
-        before = self.lam
-        self.lam = {name: weights[name] for name in before}
-        try:
-            yield
-        finally:
-            self.lam = before
 
     # ------------------------------------------------------------------------------------------- what it does
 

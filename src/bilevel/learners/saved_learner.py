@@ -95,6 +95,16 @@ class SavedLearner(ABC):
             for layer in watched:
                 layer.seen = None
 
+    @contextmanager
+    def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Use these weights inside the block."""
+        before = self.lam
+        self.lam = {name: weights[name] for name in before}
+        try:
+            yield
+        finally:
+            self.lam = before
+
     def with_running(self, lam: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """λ and, where they are in use, batch norm's running averages, by name."""
         names = [f"{name}.running_{kind}" for name in self.norms for kind in ("mean", "var")]
