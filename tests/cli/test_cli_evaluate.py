@@ -32,6 +32,11 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def few_calibrations(monkeypatch):
+    monkeypatch.setattr("bilevel.cli._evaluation.GRID", ((2, 1), (5, 5)))
+
+
 def numbers(*arguments):
     done = here("evaluate", *arguments, "--json")
     assert done.exit_code == 0 and done.stderr == "", done.output

@@ -298,6 +298,16 @@ def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
         "A sum of hyperiterations or minutes is a training in stages, the last of which is the row's own; minutes are "
         "wall time, with whatever else the machine did meanwhile.",
     ]
+    trained = [(row.name, row.model.settings, row.model.learner) for row in rows if row.model is not None]
+    wide = [f"{name} ({of.ways_in_training}-way)" for name, of, _ in trained if of.ways_in_training != of.ways]
+    if wide:
+        notes.append(f"Trained on episodes with more classes than they are judged on: {', '.join(wide)}.")
+    mirrored = [name for name, _, learner in trained if learner.options.mirror]
+    if mirrored:
+        notes.append(
+            f"Features are the mean over a picture and its mirror image for {', '.join(mirrored)}; `bilevel evaluate "
+            "MODEL --no-mirror` judges such a model without."
+        )
     if missing:
         notes.append(f"Not trained yet: {', '.join(missing)}.")
     return tuple(notes)
