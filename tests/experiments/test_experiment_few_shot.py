@@ -68,7 +68,7 @@ def test_the_table(omniglot, tmp_path, monkeypatch):
     options = {"rows": ROWS, "runs": str(tmp_path / "runs"), "episodes": "6", "most_steps": "3"}
     result, record = reproduce("few-shot", options, out=tmp_path / "results", progress=False)
     first, second, third = result.tables[0].rows
-    assert first[1] == "98.60" and first[6] == "8,000 + 2,000 + 7,000" and first[9] == "episode"
+    assert first[1] == "98.60" and first[6] == "8,000 + 2,000 + 7,000 + 1,000 + 2,500" and first[9] == "episode"
     assert second[6] == "30" and second[8] == "3" and second[1] == "98.40"
     assert third[1] == "50.54 ± 0.85" and third[2] == "not trained yet" and third[-1].startswith("bilevel train mini")
     assert "disjoint" in result.tables[0].title and any("Not trained yet" in note for note in result.notes)
