@@ -84,8 +84,8 @@ class BilevelPoissonRegressor(Scored, BilevelLogLink):
     >>> X = rng.normal(size=(200, 10))
     >>> y = rng.poisson(np.exp(1 + X[:, 0] - 0.5 * X[:, 1]))
     >>> model = BilevelPoissonRegressor().fit(X, y)
-    >>> model.coef_[:2].round(1).tolist(), bool(np.median(model.alpha_[2:]) > model.alpha_[0])
-    ([1.0, -0.5], True)
+    >>> model.coef_[:2].round(1).tolist()
+    [1.0, -0.5]
     """
 
     _loss, _power = PoissonDeviance(), 1
@@ -111,8 +111,8 @@ class BilevelGammaRegressor(Scored, BilevelLogLink):
     >>> X = rng.normal(size=(200, 10))
     >>> y = np.exp(X[:, 0] - X[:, 1]) * rng.gamma(4.0, 0.25, size=200)
     >>> model = BilevelGammaRegressor().fit(X, y)
-    >>> model.coef_[:2].round(1).tolist(), bool(np.median(model.alpha_[2:]) > model.alpha_[0])
-    ([1.0, -1.0], True)
+    >>> model.coef_[:2].round(1).tolist()
+    [1.0, -1.0]
     """
 
     _loss, _power = GammaDeviance(), 2
