@@ -20,7 +20,7 @@ from bilevel.estimators.additive.design import Design, Piece, affordable, candid
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import REACH, NumericTerm
-from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped, tune
+from bilevel.estimators.additive.tuning import KindLevels, LeftOut, TunedPenalties, grouped, tune_each, tune_kinds
 from bilevel.estimators.folds import Array
 from bilevel.estimators.search import SearchRecord
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
@@ -79,7 +79,7 @@ class BilevelAdditive(BaseEstimator):
         monotone: Any = None,
         tether: float = 10.0,
         max_iter: int = 30,
-        tol: float = 1e-4,
+        tol: float = 1e-3,
         random_state: Any = 0,
         verbose: bool | None = None,
     ) -> None:
@@ -141,28 +141,28 @@ class BilevelAdditive(BaseEstimator):
         design = Design(columns, weight, _relevance(columns, outputs, weight), room)
         blocks = design.blocks(columns)
         record = SearchRecord(lambda n, value: say(f"{own_name}: {n} hypergradients, criterion {value:.6g}"))
-        args = (float(self.tether), LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP))
+        search = LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP)
 
-        def tuned_on(X: Array, known: Any = None) -> tuple[TunedPenalties, dict[str, float], Reduction]:
+        def leveled(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, LeftOut, KindLevels]:
             reduction = Reduction(X, design.pieces(), weight)
             here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
-            found, levels = tune(here, reduction.pieces, *args, known)
-            return found, levels, reduction
+            return reduction, here, tune_kinds(here, reduction.pieces, search, smaller)
 
         X = design.matrix(blocks)
         if X.shape[1] == 0:
             raise BilevelError("No column varies, so there is nothing to fit; pass columns with two or more values.")
-        tuned, levels, reduction = tuned_on(X)
-        importance = self._importance(design, X, reduction.expand(tuned.w, X.shape[1]), weight)
+        reduction, left_out, levels = leveled(X)
+        importance = self._importance(design, X, reduction.expand(levels.tuned.w, X.shape[1]), weight)
         chosen = self._chosen_pairs(design, importance[: len(design.terms)], room - reduction.size)
         if chosen:
             design.add_pairs(chosen, blocks, weight)
             paired = design.matrix(blocks)
-            more = tuned_on(paired, (tuned.value, levels))
-            if self.pairs != "auto" or more[0].value < WORTH * tuned.value:
-                X, (tuned, _, reduction) = paired, more
+            more = leveled(paired, levels)
+            if self.pairs != "auto" or more[2].tuned.value < WORTH * levels.tuned.value:
+                X, (reduction, left_out, levels) = paired, more
             else:
                 design.pairs = []
+        tuned = tune_each(left_out, reduction.pieces, float(self.tether), search, levels)
         self._design, self._pieces = design, design.pieces()
         whole = LeftOut(reduction.features(X), outputs, weight, loss)
         own, _, kinds, _ = grouped(reduction.pieces)

@@ -40,6 +40,8 @@ LOG_LOSS_BOX = (-3.0, 12.0)
 # The price of a degree of freedom beside that of the leave-one-out loss, as a share of it: many penalties can overfit
 # the leave-one-out loss alone.
 FREEDOM = 0.15
+# Of the coefficients of a log-loss, relatively; the last Newton step makes them much more accurate than that.
+ACCURACY = 1e-4
 GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
 
 
@@ -129,7 +131,7 @@ class LeftOut:
     @property
     def method(self) -> Method:
         if not self.squares:
-            return NewtonLeftOut(1e-6)
+            return NewtonLeftOut(ACCURACY)
         return KernelEquations() if self.by_rows else NormalEquations()
 
     def problem(self, groups: Array, kinds: Array, near: float | None = None) -> Problem:
@@ -203,23 +205,32 @@ def grouped(pieces: list[Piece]) -> tuple[Array, Array, Array, list[str]]:
     return own, kind, np.array([kind_of[k] for k in range(len(kind_of))]), list(names)
 
 
-def tune(
-    left_out: LeftOut,
-    pieces: list[Piece],
-    strength: float,
-    algorithm: LBFGSB,
-    known: tuple[float, dict[str, float]] | None = None,
-) -> tuple[TunedPenalties, dict[str, float]]:
-    """The penalties of all groups, from one penalty for each kind of part; and those of the kinds.
+@dataclass
+class KindLevels:
+    """One penalty for each kind of part, tuned.
+
+    Attributes:
+        tuned: λ has an entry for each of `names`.
+        near: about what the loss of a good model is, which sets the price of degrees of freedom.
+    """
+
+    tuned: TunedPenalties
+    names: list[str]
+    near: float
+
+
+def tune_kinds(
+    left_out: LeftOut, pieces: list[Piece], algorithm: LBFGSB, smaller: KindLevels | None = None
+) -> KindLevels:
+    """One penalty for each kind of part.
 
     Args:
-        strength: of the tether; inf for one penalty for each kind.
-        known: the loss of a smaller model and the log penalty of each of its kinds, to begin with; by default the best
-            of a grid with all kinds alike.
+        smaller: the penalties of a model with fewer terms, to begin with; by default the best of a grid with all kinds
+            alike.
     """
-    own, kind, kind_of_own, names = grouped(pieces)
+    _, kind, _, names = grouped(pieces)
     kinds = np.arange(len(names))
-    if known is None:
+    if smaller is None:
         # Degrees of freedom are dear at first: a fit through all rows, whose leave-one-out loss can be small by chance,
         # is no place to begin.
         by_kind = left_out.problem(kind, kinds, left_out.constant)
@@ -233,13 +244,25 @@ def tune(
         assert best is not None
         near = best.value
     else:
-        near, level_of = known
+        near = smaller.tuned.value
+        level_of = dict(zip(smaller.names, smaller.tuned.lam.tolist(), strict=True))
         begin = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
         by_kind = left_out.problem(kind, kinds)
         best = left_out.evaluate(by_kind, torch.tensor(begin, dtype=torch.float64).clamp(*left_out.box))
-    tuned = left_out.minimise(kind, kinds, best, 0.0, near, algorithm)
-    levels = dict(zip(names, tuned.lam.tolist(), strict=True))
-    spread = TunedPenalties(tuned.lam[torch.from_numpy(kind_of_own)], tuned.value, tuned.w, tuned.outcome)
+    return KindLevels(left_out.minimise(kind, kinds, best, 0.0, near, algorithm), names, near)
+
+
+def tune_each(
+    left_out: LeftOut, pieces: list[Piece], strength: float, algorithm: LBFGSB, levels: KindLevels
+) -> TunedPenalties:
+    """The penalties of all groups, from those of the kinds.
+
+    Args:
+        strength: of the tether; inf for one penalty for each kind.
+    """
+    own, _, kind_of_own, names = grouped(pieces)
+    start = levels.tuned
+    spread = TunedPenalties(start.lam[torch.from_numpy(kind_of_own)], start.value, start.w, start.outcome)
     if math.isinf(strength) or len(kind_of_own) == len(names):
-        return spread, levels
-    return left_out.minimise(own, kind_of_own, spread, strength, near, algorithm), levels
+        return spread
+    return left_out.minimise(own, kind_of_own, spread, strength, levels.near, algorithm)

@@ -88,5 +88,6 @@ def _weighted_gram(columns: Tensor, factors: Tensor) -> Tensor:
     """Σ_i X_iᵀ B_i X_i for the symmetric part of every B_i of `factors`."""
     outputs = factors.shape[1]
     factors = 0.5 * (factors + factors.mT)
-    blocks = [[columns.mT @ (factors[:, a, b, None] * columns) for b in range(outputs)] for a in range(outputs)]
-    return torch.cat([torch.cat(row, 1) for row in blocks])
+    # Block (b, a) equals block (a, b), and each is symmetric.
+    half = {(a, b): columns.mT @ (factors[:, a, b, None] * columns) for a in range(outputs) for b in range(a, outputs)}
+    return torch.cat([torch.cat([half[min(a, b), max(a, b)] for b in range(outputs)], 1) for a in range(outputs)])

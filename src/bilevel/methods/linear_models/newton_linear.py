@@ -96,16 +96,18 @@ class PenalisedRows:
         """One matrix for every fold, over coefficients in the order (output, feature)."""
         X = self._columns
         folds, outputs, rows = scores.shape
-        blocks = []
+        size = X.shape[1]
+        blocks = scores.new_empty(folds, outputs, size, outputs, size)
         for a in range(outputs):
             unit = scores.new_zeros(outputs, 1)
             unit[a] = 1
             curvature = self.weight[:, None] * self.model.loss.hessian_times(scores, self.y, unit.expand_as(scores))
-            # One product for all folds and outputs.
-            columns = (X[:, None] * curvature.reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
-            blocks.append((X.mT @ columns).reshape(-1, folds, outputs, X.shape[1]))
-        matrices = torch.stack(blocks).permute(2, 0, 1, 3, 4).reshape(folds, outputs * X.shape[1], -1)
-        return self.penalised(matrices)
+            # One product for all folds and the outputs from a on: block (b, a) equals block (a, b).
+            columns = (X[:, None] * curvature[:, a:].reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
+            found = (X.mT @ columns).reshape(size, folds, outputs - a, size)
+            blocks[:, a, :, a:] = found.movedim(1, 0)
+            blocks[:, a + 1 :, :, a] = found[:, :, 1:].permute(1, 2, 0, 3)
+        return self.penalised(blocks.reshape(folds, outputs * size, -1))
 
     @cached_property
     def _columns(self) -> Tensor:
