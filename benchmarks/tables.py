@@ -102,7 +102,7 @@ def work(options: argparse.Namespace, store: Path) -> None:
             for model in models:
                 if (table.source, model, repeat) in known or (options.only and options.only not in table.source):
                     continue
-                if options.models and model not in options.models:
+                if (options.models and model not in options.models) or options.task not in (None, table.task):
                     continue
                 found = measure(table, model, repeat, options.limit)
                 row = {"set": options.set, "task": table.task, "table": table.source, "model": model, "repeat": repeat}
@@ -218,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=["claim", "development"], default="claim")
     parser.add_argument("--only", metavar="TEXT", help="only tables with this in their name")
+    parser.add_argument("--task", choices=["regression", "classification"], help="only tables with this task")
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these models")
     parser.add_argument("--again", nargs="+", metavar="MODEL", default=[], help="measure these models again")
     parser.add_argument("--repeats", type=int, default=2, help="how often the folds are drawn")

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from typer.testing import CliRunner
 
 from bilevel.cli import build
-from bilevel.estimators import BilevelLogisticRegression, BilevelRidge
+from bilevel.estimators import BilevelAdditiveRegressor, BilevelLogisticRegression, BilevelRidge
 from bilevel.tabular import TuneSettings, load, read_table
 from bilevel.tabular.preparing import used_table
 
@@ -43,7 +43,8 @@ def place(tmp_path_factory):
     gaps.to_csv(root / "gaps.csv", index=False)
     for name, table, *options in (
         ("number", "diabetes.csv", "--target", "target", "--model", "ridge"),
-        ("classes", "cancer.csv", "--target", "target"),
+        ("classes", "cancer.csv", "--target", "target", "--model", "logistic"),
+        ("curves", "flats.csv", "--target", "price", "--one-hot", "--model", "additive"),
         ("flats", "flats.csv", *FLATS),
         ("filled", "gaps.csv", *FLATS, "--missing", "median"),
         ("dropped", "gaps.csv", *FLATS, "--missing", "drop"),
@@ -67,6 +68,16 @@ def flats(place, tmp_path):
 
 def rows(text):
     return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_predictions_of_curves_equal_the_estimators(place):
+    frame = pd.read_csv(place / "flats.csv")
+    columns = frame[["size", "town", "lift"]]
+    own = BilevelAdditiveRegressor(max_iter=5).fit(columns, frame["price"])
+    done = call("predict", place / "curves", place / "flats.csv", "--only", "--json")
+    assert np.allclose(json.loads(done.stdout)["predictions"], own.predict(columns), rtol=1e-9)
+    page = (place / "curves" / "page.html").read_text(encoding="utf-8")
+    assert 'aria-label="The effect of size"' in page and (place / "curves" / "picture.png").stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("kind", ["number", "classes"])

@@ -21,11 +21,13 @@ from bilevel.experiments.base import TextTable
 from bilevel.experiments.records import machine, plain, staging
 from bilevel.progress import heartbeat
 from bilevel.report.table_page import fixed, four, render
+from bilevel.tabular.effects import effects_csv
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.results import chart_points, features_csv, result_record
 from bilevel.tabular.scores import measures
 from bilevel.tabular.settings import TuneSettings
 from bilevel.tabular.study import TableStudy, tune
+from bilevel.tabular.words import counted
 
 FILES = {
     "model": "model.safetensors",
@@ -81,7 +83,12 @@ def write(study: TableStudy, scratch: Path, began: float) -> dict[str, Any]:
     study.model.save(scratch / FILES["model"])
     draw(record, points, scratch / FILES["picture"])
     for name, text in (
-        ("features", features_csv(record["features"], record["classes"])),
+        (
+            "features",
+            effects_csv(record["effects"])
+            if "effects" in record
+            else features_csv(record["features"], record["classes"]),
+        ),
         ("page", render(record, points)),
         ("numbers", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"),
     ):
@@ -92,13 +99,13 @@ def write(study: TableStudy, scratch: Path, began: float) -> dict[str, Any]:
 def show(record: dict[str, Any], folder: Path) -> None:
     """Print the comparison, the largest coefficients, the features that are switched off, and the files."""
     out = console()
-    data, count = record["data"], len(record["features"])
+    data, additive = record["data"], "effects" in record
     because = f" (classes, because {record['task_chosen_because']})" if record["classes"] else ""
     if not record["classes"] and record["task_chosen_because"]:
         because = f" ({record['task_chosen_because']})"
     typer.echo(
         f"{record['target']!r} of {data['file']}{because}: {data['rows_used']:,} rows, "
-        f"{count} feature{'s' * (count != 1)}."
+        f"{counted(len(record['effects' if additive else 'features']), 'term' if additive else 'feature')}."
     )
     names = measures(record["classes"])
     rows = [
@@ -115,18 +122,31 @@ def show(record: dict[str, Any], folder: Path) -> None:
     out.print(as_rich(TextTable(title, ["", *names.values(), "p against best", "s per fit"], rows), bold=best))
     typer.echo(record["verdict"] + "\n")
     typer.echo(f"Saved: {record['saved']}, {record['model']} with penalty {record['penalty']}, fitted to all rows.")
-    out.print(as_rich(largest(record)))
+    out.print(as_rich(most_important(record) if additive else largest(record)))
     if record["penalty"] == "groups":
         of = "the linear score's variance" if record["classes"] else "the target's variance on held-out rows"
         typer.echo(f"Share of {of}, by group:")
         for name, share in record["variance"].items():
             typer.echo(f"  {share:6.1%}  {name}")
-    for line in [switched_off(record), "", record["method"], record["outcome"], *record["notes"], ""]:
+    off = [] if additive else [switched_off(record)]
+    for line in [*off, "", record["method"], record["outcome"], *record["notes"], ""]:
         typer.echo(line)
     for label, file in FILES.items():
         typer.echo(f"{label + ':':10}{folder / file}")
     typer.echo(f"{'predict:':10}bilevel predict {folder} NEW.csv")
     typer.echo(f"{'Python:':10}bilevel.tabular.load({str(folder)!r}).pipeline")
+
+
+def most_important(record: dict[str, Any]) -> TextTable:
+    """The terms with the largest effects."""
+    rows = [
+        [one["term"], four(one["importance"]), ", ".join(f"{part} {four(a)}" for part, a in one["penalties"].items())]
+        for one in record["effects"][:LARGEST]
+    ]
+    count = len(record["effects"])
+    title = f"The {'most important of ' if count > LARGEST else ''}{counted(count, 'term')}"
+    of = "log odds" if record["classes"] else record["target"]
+    return TextTable(title, ["", f"importance (deviation of its effect on {of})", "penalties"], rows)
 
 
 def largest(record: dict[str, Any]) -> TextTable:

@@ -31,8 +31,9 @@ def command(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="ridge|elastic-net|logistic",
-            help="Which of our models; if not given, all that can predict the target, and the best is saved.",
+            metavar="additive|ridge|elastic-net|logistic",
+            help="Which of our models: curves, categories and pairs; or a linear one. If not given, all that can "
+            "predict the target, and the best is saved.",
         ),
     ] = None,
     classes: Annotated[bool, typer.Option("--classes", help="Numbers in the target are names of classes.")] = False,

@@ -62,14 +62,21 @@ def fixed(value: Any) -> str:
 def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:
     """The data of the charts."""
     history = {"value": [], "seconds": [], **record["history"]}
+    history = {key: history[key] for key in ("value", "seconds")}
     history["best"] = list(accumulate(history["value"], min))
     count = len(history["value"])
     rows = range(0, count, max(1, -(-count // CURVE)))
+    model: dict[str, Any]
+    if "effects" in record:
+        model = {"effects": [one for one in record["effects"] if "shape" in one]}
+    else:
+        kept = ("name", "coefficients", "penalty", "shrinkage", "off")
+        model = {
+            "features": [{key: one[key] for key in kept} for one in record["features"]],
+            "shared": record["shared_penalty"]["penalty"],
+        }
     return {
-        "features": [
-            {key: one[key] for key in ("name", "coefficients", "penalty", "shrinkage", "off")}
-            for one in record["features"]
-        ],
+        **model,
         "classes": record["classes"],
         "target": record["target"],
         "errors": [
@@ -78,8 +85,7 @@ def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str)
         ],
         "history": {
             "step": list(rows),
-            **{key: [history[key][i] for i in rows] for key in ("value", "seconds", "best")},
+            **{key: [values[i] for i in rows if values] for key, values in history.items()},
         },
-        "shared": record["shared_penalty"]["penalty"],
         "points": points,
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -102,20 +103,30 @@ def column_transformer(kinds: Mapping[str, FeatureKind], fill: bool) -> ColumnTr
     )
 
 
-def readable_columns(kinds: Mapping[str, FeatureKind], frame: Any, gaps: bool) -> Any:
+def readable_columns(frame: Any, kinds: Mapping[str, FeatureKind], gaps: bool) -> Any:
     """The columns for a model that takes categories and gaps as they are: numbers, text, and the parts of dates."""
     found: dict[str, Any] = {}
     for name, kind in kinds.items():
         one = frame[[name]]
+        empty = one[name].isna().to_numpy(dtype=bool)
         if kind in ("dates", "day-first dates", "month-first dates"):
             parts = calendar(np.nan_to_num(as_dates(one, gaps, kind)))
-            parts[one[name].isna().to_numpy(dtype=bool)] = np.nan
+            parts[empty] = np.nan
             found |= dict(zip(calendar_names(None, [name]), parts.T, strict=True))
         elif kind == "numbers":
             found[name] = as_numbers(one, gaps)[:, 0]
+        elif kind == "truth values":
+            words = np.where(as_truths(one, gaps)[:, 0] == 1, "True", "False").astype(object)
+            words[empty] = None
+            found[name] = words
         else:
             found[name] = as_labels(one, gaps)[:, 0]
     return type(frame)(found, index=frame.index)
+
+
+def column_reader(kinds: Mapping[str, FeatureKind], gaps: bool) -> FunctionTransformer:
+    """The first step of the additive model's pipeline: `readable_columns`."""
+    return FunctionTransformer(readable_columns, kw_args={"kinds": dict(kinds), "gaps": gaps})
 
 
 def preprocessing(kinds: Mapping[str, FeatureKind], fill: bool) -> Pipeline:
@@ -129,10 +140,17 @@ def preprocessing(kinds: Mapping[str, FeatureKind], fill: bool) -> Pipeline:
     )
 
 
-def transformed(steps: Pipeline, frame: Any) -> Floats:
-    """The features of a table. A category that the training rows lack is all zeros; a note says so, not a warning."""
+@contextmanager
+def quiet_categories() -> Iterator[None]:
+    """Without scikit-learn's warning of categories that the training rows lack; a note says so."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found unknown categories")
+        yield
+
+
+def transformed(steps: Pipeline, frame: Any) -> Floats:
+    """The features of a table. A category that the training rows lack is all zeros."""
+    with quiet_categories():
         return np.asarray(steps.transform(frame))
 
 

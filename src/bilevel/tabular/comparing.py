@@ -13,7 +13,7 @@ import numpy as np
 from sklearn.pipeline import Pipeline
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.columns import columns_of_features, outputs, preprocessing, readable_columns, transformed
+from bilevel.tabular.columns import column_reader, columns_of_features, outputs, preprocessing, transformed
 from bilevel.tabular.fitting import additive_estimator, kinds_for, make_estimator
 from bilevel.tabular.preparing import UsedTable
 from bilevel.tabular.rivals import CONSTANT, fit_quietly, rivals
@@ -31,8 +31,7 @@ class ComparedModel:
 
     Attributes:
         name: the estimator's class.
-        kind: which of our linear models it is, which can be saved; None for other models.
-        own: whether it is ours.
+        kind: which of our models it is; None for scikit-learn's.
         losses: of every fold: the mean over its test rows of the squared error or of −log p(true class).
         scores: the measures, means over repeats; each is taken over all test rows of a repeat.
         seconds: the median time of a fit, tuning included.
@@ -47,7 +46,11 @@ class ComparedModel:
     seconds: float
     predicted: Floats
     contributions: Floats | None = None
-    own: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether it is ours."""
+        return self.kind is not None
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,13 @@ def our_estimators(settings: TuneSettings, classes: bool, penalty: Any, folds: A
         "seed": settings.seed,
         "l1_ratio": settings.l1_ratio,
     }
-    return {kind: make_estimator(kind, penalty, **chosen) for kind in kinds_for(classes, settings.model)}
+    found: dict[ModelKind, Any] = {}
+    for kind in kinds_for(classes, settings.model, bool(settings.group)):
+        if kind == "additive":
+            found[kind] = additive_estimator(classes, max_iter=settings.max_iter, seed=settings.seed)
+        else:
+            found[kind] = make_estimator(kind, penalty, **chosen)
+    return found
 
 
 class _Run:
@@ -107,7 +116,6 @@ class _Run:
     def __init__(self, used: UsedTable, settings: TuneSettings, classes: list[str], columns: list[str]) -> None:
         self.used, self.settings, self.classes, self.columns = used, settings, classes, columns
         self.kinds: dict[str, ModelKind | None] = {}
-        self.own: set[str] = set()
         self.losses: dict[str, list[float]] = defaultdict(list)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.predicted: dict[str, list[Floats]] = defaultdict(list)
@@ -167,7 +175,6 @@ class _Run:
                     float(np.median(self.seconds[name])),
                     predicted[0],
                     self.parts.get(name),
-                    name in self.own,
                 )
             )
         error = list(measures(self.classes))[-1]
@@ -222,23 +229,18 @@ def _one_fold(
         for name, estimator in rivals(used.classes, folds, settings.seed, used.splits.exchangeable).items()
     }
     candidates |= {type(estimator).__name__: (kind, estimator) for kind, estimator in ours.items()}
-    run.own.update(type(estimator).__name__ for estimator in ours.values())
-    if settings.model is None and not settings.group:
-        additive = additive_estimator(used.classes)
-        candidates[type(additive).__name__] = (None, additive)
-        run.own.add(type(additive).__name__)
     for name, (kind, estimator) in candidates.items():
         if name in run.left_out:
             continue
         doing(name)
         inputs = (X, Z)
-        if name in run.own and kind is None:
-            gaps = settings.missing == "median"
-            inputs = tuple(readable_columns(used.kinds, used.frame.iloc[rows], gaps) for rows in (train, test))
+        if kind == "additive":
+            reader = column_reader(used.kinds, settings.missing == "median")
+            inputs = tuple(reader.transform(used.frame.iloc[rows]) for rows in (train, test))
         began = time.perf_counter()
         fit_quietly(estimator, inputs[0], used.y[train], weights)
         seconds = time.perf_counter() - began
         run.kinds[name] = kind
         run.put(name, repeat, test, outputs(estimator, inputs[1]), seconds)
-        if kind and repeat == 0:
+        if kind and kind != "additive" and repeat == 0:
             run.put_contributions(name, test, Z, steps, estimator)

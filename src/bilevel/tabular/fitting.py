@@ -13,7 +13,7 @@ from bilevel.estimators import (
 )
 from bilevel.tabular.settings import ModelKind
 
-ESTIMATORS: dict[ModelKind, Any] = {
+LINEAR: dict[ModelKind, Any] = {
     "ridge": BilevelRidge,
     "elastic-net": BilevelElasticNet,
     "logistic": BilevelLogisticRegression,
@@ -22,30 +22,32 @@ ESTIMATORS: dict[ModelKind, Any] = {
 LEAST = 1e-12
 
 
-def kinds_for(classes: bool, asked: ModelKind | None) -> list[ModelKind]:
-    """Which of our models to try.
+def kinds_for(classes: bool, asked: ModelKind | None, groups: bool = False) -> list[ModelKind]:
+    """Which of our models to try. Groups of features that share a penalty are for linear models alone.
 
-    >>> kinds_for(False, None), kinds_for(True, None)
-    (['ridge', 'elastic-net'], ['logistic'])
+    >>> kinds_for(False, None), kinds_for(True, None), kinds_for(True, None, groups=True)
+    (['additive', 'ridge', 'elastic-net'], ['additive', 'logistic'], ['logistic'])
     """
     if asked is not None:
         return [asked]
-    return ["logistic"] if classes else ["ridge", "elastic-net"]
+    return [*([] if groups else ["additive"]), *(["logistic"] if classes else ["ridge", "elastic-net"])]  # type: ignore[list-item]
 
 
-def additive_estimator(classes: bool) -> Any:
-    """Our additive model, which reads the columns themselves and not features made of them."""
-    return BilevelAdditiveClassifier() if classes else BilevelAdditiveRegressor()
+def additive_estimator(classes: bool, *, max_iter: int, seed: int) -> Any:
+    """Our additive model, not fitted. It reads the columns themselves and not features made of them."""
+    kind = BilevelAdditiveClassifier if classes else BilevelAdditiveRegressor
+    default = kind()
+    return default.set_params(max_iter=min(max_iter, default.max_iter), random_state=seed, verbose=False)
 
 
 def make_estimator(
     model: ModelKind, penalty: Any, *, cv: Any, max_iter: int, seed: int, l1_ratio: float | None, verbose: bool = False
 ) -> Any:
-    """An estimator of `bilevel.estimators`, not fitted.
+    """A linear estimator of `bilevel.estimators`, not fitted.
 
     Args:
         penalty: "shared", "per-feature" or the group of every feature.
         cv: a number of folds, or pairs of training and test rows.
     """
     mixing = {"l1_ratio": 0.5 if l1_ratio is None else l1_ratio} if model == "elastic-net" else {}
-    return ESTIMATORS[model](penalty, cv=cv, max_iter=max_iter, random_state=seed, verbose=verbose, **mixing)
+    return LINEAR[model](penalty, cv=cv, max_iter=max_iter, random_state=seed, verbose=verbose, **mixing)

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.pipeline import Pipeline
+from sklearn.preprocessing import FunctionTransformer
 
 from bilevel import extras
 from bilevel.errors import BilevelError
-from bilevel.tabular.columns import described, outputs, preprocessing, transformed
+from bilevel.tabular.additive import additive_content, additive_from, additive_notes, columns_read
+from bilevel.tabular.columns import described, outputs, preprocessing, quiet_categories
 from bilevel.tabular.dates import DateOrder
 from bilevel.tabular.fitting import make_estimator
 from bilevel.tabular.settings import ModelKind
@@ -52,12 +54,13 @@ class TableModel:
     """A fitted pipeline and what belongs to it.
 
     Args:
-        pipeline: the steps `columns` (a ColumnTransformer), `varying`, `scale` and `model` (an estimator of
-            `bilevel.estimators`). It takes DataFrames as pandas reads them.
-        model: ridge, elastic-net or logistic.
+        pipeline: takes DataFrames as pandas reads them. Its last step is `model`, an estimator of `bilevel.estimators`.
+            Before a linear one are `columns` (a ColumnTransformer), `varying` and `scale`; before the additive one,
+            `columns` (a FunctionTransformer that reads numbers, categories and dates).
+        model: additive, ridge, elastic-net or logistic.
         target: the column that it predicts.
         missing: the setting it was trained with.
-        settings: arguments of `make_estimator`.
+        settings: arguments of `make_estimator`, for a linear model.
         facts: where it comes from.
     """
 
@@ -70,12 +73,14 @@ class TableModel:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that features come from."""
+        """The columns that it reads."""
+        if self.model == "additive":
+            return list(columns_read(self.pipeline))
         return [one["name"] for one in described(self.pipeline["columns"])]
 
     @property
     def classes(self) -> list[str]:
-        return list(self.pipeline[-1].classes_) if self.model == "logistic" else []
+        return list(getattr(self.pipeline[-1], "classes_", ()))
 
     @property
     def features(self) -> list[str]:
@@ -83,17 +88,18 @@ class TableModel:
 
     @property
     def coefficients(self) -> Floats:
-        """Of standardised features, outputs × features; one output for a number or two classes."""
+        """Of a linear model's standardised features, outputs × features; one output for a number or two classes."""
         return np.atleast_2d(self.pipeline[-1].coef_)
 
     @property
     def penalty(self) -> Floats:
-        """Of every standardised feature."""
+        """Of every standardised feature of a linear model."""
         return np.broadcast_to(self.pipeline[-1].alpha_, self.coefficients.shape[1])
 
     def outputs(self, frame: Any) -> Floats:
         """Numbers, or probabilities, rows × classes."""
-        return outputs(self.pipeline[-1], transformed(self.pipeline[:-1], frame))
+        with quiet_categories():
+            return outputs(self.pipeline, frame)
 
     def predict(self, frame: Any, where: str = "the table") -> TablePredictions:
         """Predictions for a DataFrame.
@@ -140,17 +146,23 @@ class TableModel:
             "model": self.model,
             "target": self.target,
             "classes": self.classes,
-            "columns": described(self.pipeline["columns"]),
             "missing": self.missing,
             "settings": self.settings,
             "facts": self.facts,
         }
+        if self.model == "additive":
+            facts["additive"], tensors = additive_content(self.pipeline)
+            write_tensors(path, tensors, facts)
+            return
+        facts["columns"] = described(self.pipeline["columns"])
         arrays = {f"{step}.{name}": getattr(self.pipeline[step], name) for step, name in LEARNED}
         write_tensors(path, {name: torch.tensor(array, dtype=torch.float64) for name, array in arrays.items()}, facts)
 
 
 def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
-    """A note for every column with filled fields, and for every column with categories that the training rows lack."""
+    """A note for every column with empty fields, and for every column with categories that the training rows lack."""
+    if isinstance(pipeline["columns"], FunctionTransformer):
+        return additive_notes(pipeline, frame, where)
     notes = []
     for one in described(pipeline["columns"]):
         name, column, known = one["name"], frame[one["name"]], set(one.get("categories", ()))
@@ -192,10 +204,11 @@ def load(path: Path | str) -> TableModel:
             "release that wrote it, or tune again."
         )
     try:
-        pipeline = _rebuilt(facts, tensors)
+        additive = facts.get("model") == "additive"
+        pipeline = additive_from(facts["additive"], tensors) if additive else _rebuilt(facts, tensors)
         model, target, missing, settings = (facts[name] for name in ("model", "target", "missing", "settings"))
         return TableModel(pipeline, model, target, missing, settings, dict(facts["facts"]))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise BilevelError(f"{file} is damaged: {error}.") from error
 
 

@@ -13,6 +13,7 @@ from sklearn.metrics import confusion_matrix
 
 from bilevel.tabular.columns import columns_of_features, transformed
 from bilevel.tabular.comparing import ComparedModel
+from bilevel.tabular.effects import effect_rows
 from bilevel.tabular.fitting import LEAST
 from bilevel.tabular.study import TableStudy
 from bilevel.tabular.values import Floats
@@ -104,7 +105,7 @@ def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
 def result_record(study: TableStudy) -> dict[str, Any]:
     """Everything but the predictions, in types that JSON has, except NaN."""
     used, model, table = study.used, study.model, study.table
-    estimator, features = model.pipeline[-1], feature_rows(study)
+    estimator = model.pipeline[-1]
     verdict, comparison = study.verdict, study.comparison
     return {
         "kind": "tune",
@@ -119,27 +120,40 @@ def result_record(study: TableStudy) -> dict[str, Any]:
         "classes": model.classes,
         "task_chosen_because": used.reason,
         "model": model.model,
-        "penalty": study.settings.penalty,
+        "penalty": "per part of every term" if model.model == "additive" else study.settings.penalty,
         "comparison": [compared_row(study, one) for one in comparison.models],
         "folds": len(verdict.ours.losses),
         "repeats": comparison.repeats,
         "saved": verdict.ours.name,
         "recommended": verdict.best.name,
         "verdict": verdict.sentence,
+        **(_of_additive(study) if model.model == "additive" else _of_linear(study)),
+        "intercept": np.atleast_1d(estimator.intercept_).tolist(),
+        "notes": study.notes,
+        "method": estimator.method_,
+        "outcome": estimator.outcome_,
+        "certificate": str(getattr(estimator, "certificate_", "")),
+        "iterations": estimator.n_iter_,
+        "history": {name: np.asarray(values, dtype=float).tolist() for name, values in estimator.history_.items()},
+        "settings": asdict(study.settings),
+    }
+
+
+def _of_linear(study: TableStudy) -> dict[str, Any]:
+    assert study.shared is not None
+    features = feature_rows(study)
+    return {
         "shared_penalty": dict(zip(("name", "penalty"), study.shared, strict=True)),
         "variance": study.variance,
         "features": features,
         "switched_off": [one["name"] for one in features if one["off"]],
         "effective_features": sum(1 - one["shrinkage"] for one in features),
-        "intercept": np.atleast_1d(estimator.intercept_).tolist(),
-        "notes": study.notes,
-        "method": estimator.method_,
-        "outcome": estimator.outcome_,
-        "certificate": str(estimator.certificate_),
-        "iterations": estimator.n_iter_,
-        "history": {name: np.asarray(values, dtype=float).tolist() for name, values in estimator.history_.items()},
-        "settings": asdict(study.settings),
     }
+
+
+def _of_additive(study: TableStudy) -> dict[str, Any]:
+    estimator = study.model.pipeline[-1]
+    return {"effects": effect_rows(estimator), "criterion": estimator.criterion_}
 
 
 def compared_row(study: TableStudy, one: ComparedModel) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from bilevel.errors import BilevelError
 
-ModelKind = Literal["ridge", "elastic-net", "logistic"]
+ModelKind = Literal["additive", "ridge", "elastic-net", "logistic"]
 PenaltySharing = Literal["shared", "per-feature", "groups"]
 MissingRule = Literal["error", "median", "drop"]
 
@@ -61,6 +61,12 @@ class TuneSettings:
     max_iter: int = 100
 
     def __post_init__(self) -> None:
+        if self.model == "additive" and (self.penalty or self.group):
+            asked = "--group" if self.group else f"--penalty {self.penalty}"
+            raise BilevelError(
+                f"{asked} is for linear models: the additive model has penalties for the slope and the curve of every "
+                "column. Leave it out, or write --model ridge, elastic-net or logistic."
+            )
         if self.penalty is None:
             object.__setattr__(self, "penalty", "groups" if self.group else "per-feature")
         legal = {"model": get_args(ModelKind), "penalty": get_args(PenaltySharing), "missing": get_args(MissingRule)}

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from sklearn.pipeline import Pipeline
 
+from bilevel.tabular.additive import additive_pipeline
 from bilevel.tabular.comparing import Doing, ModelComparison, compare, fold_features, penalty_of
-from bilevel.tabular.fitting import make_estimator
+from bilevel.tabular.fitting import additive_estimator, make_estimator
 from bilevel.tabular.groups import column_groups
 from bilevel.tabular.leaks import leaks
 from bilevel.tabular.model import TableModel, field_notes
@@ -35,7 +36,7 @@ class TableStudy:
         comparison: the errors of all models on held-out rows.
         verdict: which model to use.
         variance: the share of the variance that each group or column explains.
-        shared: scikit-learn's model with one penalty for all features, and that penalty.
+        shared: scikit-learn's model with one penalty for all features, and that penalty; None for the additive model.
         notes: what a reader needs to know about the table, one sentence each.
     """
 
@@ -47,7 +48,7 @@ class TableStudy:
     comparison: ModelComparison
     verdict: TableVerdict
     variance: dict[str, float]
-    shared: tuple[str, float]
+    shared: tuple[str, float] | None
     notes: list[str]
 
 
@@ -69,9 +70,13 @@ def tune(table: DataTable, settings: TuneSettings, *, doing: Doing = lambda what
     kind = verdict.ours.kind
     assert kind is not None
     doing(f"{verdict.ours.name} on all rows")
-    model, X = _fitted(table, used, settings, groups, kind)
-    folds = used.splits.inner(np.arange(len(used.y)))
-    shared = one_penalty(kind, X, used.y, used.weights, folds, settings.l1_ratio)
+    shared = None
+    if kind == "additive":
+        model = _fitted_additive(table, used, settings)
+    else:
+        model, X = _fitted(table, used, settings, groups, kind)
+        folds = used.splits.inner(np.arange(len(used.y)))
+        shared = one_penalty(kind, X, used.y, used.weights, folds, settings.l1_ratio)
     notes = [*used.notes, *hints, *_notes(table, settings, used, comparison, model, verdict)]
     variance = variance_by_group(used, verdict.ours, groups)
     return TableStudy(settings, table, used, model, groups, comparison, verdict, variance, shared, notes)
@@ -94,9 +99,20 @@ def _fitted(
     estimator.fit(X, used.y, sample_weight=used.weights)
     # The folds are those of these rows; a clone that is fitted to others draws its own.
     estimator.set_params(cv=settings.cv)
-    facts = {"data": table.path.name, "sha256": table.sha256, "rows": len(used.y), "weights": settings.weights}
     pipeline = Pipeline([*steps.steps, ("model", estimator)])
-    return TableModel(pipeline, kind, settings.target, settings.missing, chosen, facts), X
+    return TableModel(pipeline, kind, settings.target, settings.missing, chosen, _facts(table, used, settings)), X
+
+
+def _fitted_additive(table: DataTable, used: UsedTable, settings: TuneSettings) -> TableModel:
+    """The additive model of all rows."""
+    estimator = additive_estimator(used.classes, max_iter=settings.max_iter, seed=settings.seed)
+    pipeline = additive_pipeline(used.kinds, settings.missing == "median", estimator)
+    pipeline.fit(used.frame, used.y, model__sample_weight=used.weights)
+    return TableModel(pipeline, "additive", settings.target, settings.missing, facts=_facts(table, used, settings))
+
+
+def _facts(table: DataTable, used: UsedTable, settings: TuneSettings) -> dict[str, Any]:
+    return {"data": table.path.name, "sha256": table.sha256, "rows": len(used.y), "weights": settings.weights}
 
 
 def _notes(
@@ -108,12 +124,7 @@ def _notes(
     verdict: TableVerdict,
 ) -> list[str]:
     notes = field_notes(model.pipeline, used.frame, table.path.name)
-    every, varying = model.pipeline["columns"].get_feature_names_out(), model.pipeline["varying"].get_support()
-    if not varying.all():
-        notes.append(f"Constant, and so without a coefficient: {listed(every[~varying])}.")
-    alike = bool(np.ptp(np.log(np.maximum(model.penalty, 1e-300))) < 1e-6)
-    if alike and settings.penalty != "shared" and varying.sum() > 1:
-        notes.append("All penalties came out equal: letting them differ did not lower the cross-validation error.")
+    notes += _additive_notes(used) if model.model == "additive" else _linear_notes(model, settings)
     folds = len(verdict.ours.losses)
     how = (
         "in order of time"
@@ -126,4 +137,24 @@ def _notes(
         "columns prepared and penalties tuned on its training rows. scikit-learn's models have their default settings.",
         f"The saved model is tuned and fitted on all {len(used.y):,} rows.",
     ]
+    return notes
+
+
+def _additive_notes(used: UsedTable) -> list[str]:
+    if used.splits.exchangeable:
+        return []
+    return [
+        "The additive model tunes its penalties by leaving out single rows, also where rows belong together or follow "
+        "each other in time; its errors above are of whole groups, or of later rows."
+    ]
+
+
+def _linear_notes(model: TableModel, settings: TuneSettings) -> list[str]:
+    notes = []
+    every, varying = model.pipeline["columns"].get_feature_names_out(), model.pipeline["varying"].get_support()
+    if not varying.all():
+        notes.append(f"Constant, and so without a coefficient: {listed(every[~varying])}.")
+    alike = bool(np.ptp(np.log(np.maximum(model.penalty, 1e-300))) < 1e-6)
+    if alike and settings.penalty != "shared" and varying.sum() > 1:
+        notes.append("All penalties came out equal: letting them differ did not lower the cross-validation error.")
     return notes

@@ -14,10 +14,10 @@ SIGNIFICANT = 0.05
 
 @dataclass(frozen=True)
 class TableVerdict:
-    """Which of our linear models is saved, which model is recommended, and why.
+    """Which of our models is saved, which model is recommended, and why.
 
     Attributes:
-        ours: the best of our linear models, which is saved.
+        ours: the best of our models, which is saved.
         best: the model with the least error of all, which is recommended.
         tests: of every model against the best, by name.
         sentence: all of that in words.
@@ -36,7 +36,7 @@ def table_verdict(found: ModelComparison, classes: list[str]) -> TableVerdict:
     key, measure = list(names.items())[-1]
     constant = next(one for one in found.models if one.name == CONSTANT[bool(classes)])
     models = [one for one in found.models if one is not constant]
-    ours, best = next(one for one in models if one.kind), models[0]
+    ours, best = next(one for one in models if one.own), models[0]
     rivals = [one for one in models if not one.own]
 
     def tested(first: ComparedModel, second: ComparedModel) -> PairedTest:
@@ -52,7 +52,7 @@ def table_verdict(found: ModelComparison, classes: list[str]) -> TableVerdict:
             f"{best.name} has {best.scores[key]:.4g}, p = {hopeless.p:.2g}, {folds})."
         )
         return TableVerdict(ours, best, tests, sentence)
-    saved = "" if best is ours else f" Saved is the best of our linear models, {ours.name}."
+    saved = "" if best is ours else f" Saved is the best of ours, {ours.name}."
     if not rivals:
         return TableVerdict(ours, best, tests, f"Best: {best.name}, {measure} {best.scores[key]:.4g}.{saved}")
     winner, loser = best, rivals[0] if best.own else next(one for one in models if one.own)

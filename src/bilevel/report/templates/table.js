@@ -80,6 +80,35 @@
     for (const id of ["coefficients", "penalties"]) Plotly.Plots.resize($(id));
   }
 
+  function drawEffects() {
+    content.effects.forEach((one, place) => {
+      const found = one.outputs[Math.min(output(), one.outputs.length - 1)];
+      const id = `effect-${place}`, layout = { margin: { l: 40, r: 10, t: 6, b: 30 } };
+      const line = colour("--c0"), axis = { zeroline: true };
+      if (one.shape === "pair") {
+        const z = one.grid[1].map((_, j) => one.grid[0].map((_, i) => found.mean[i][j]));
+        const [x, y] = one.grid.map((grid) => grid.map((value) => typeof value === "string" ? safe(value) : value));
+        show(id, [{ type: "heatmap", x, y, z, zmid: 0, colorscale: "RdBu", reversescale: true, showscale: false,
+          hovertemplate: "%{x}, %{y}: %{z:.4g}<extra></extra>" }], layout);
+      } else if (one.shape === "categories") {
+        const size = one.grid.map((_, i) => found.high[i] - found.mean[i]);
+        show(id, [{ type: "scatter", mode: "markers", x: found.mean, y: one.grid.map((name) => short(name, 18)), marker: { size: 9, color: line },
+          error_x: { type: "data", array: size, color: line }, hovertemplate: "%{y}: %{x:.4g}<extra></extra>" }],
+        { ...layout, xaxis: axis, yaxis: { type: "category" } });
+      } else {
+        const band = { type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
+        const traces = [
+          { ...band, x: one.grid, y: found.low },
+          { ...band, x: one.grid, y: found.high, fill: "tonexty", fillcolor: colour("--soft") },
+          { type: "scatter", mode: "lines", x: one.grid, y: found.mean, line: { color: line, width: 2.5 }, hovertemplate: "%{x:.5g}: %{y:.4g}<extra></extra>" },
+        ];
+        if (found.missing !== null) traces.push({ type: "scatter", mode: "markers", x: [one.grid[one.grid.length - 1]], y: [found.missing],
+          marker: { symbol: "square", size: 10, color: colour("--c1") }, hovertemplate: "missing: %{y:.4g}<extra></extra>" });
+        show(id, traces, { ...layout, yaxis: axis });
+      }
+    });
+  }
+
   function drawPoints() {
     const { points, classes } = content;
     const some = points.rows.length < points.of ? `${points.rows.length} of ${points.of} held-out rows` : `${points.of} held-out rows`;
@@ -122,11 +151,12 @@
     show("history", [
       { type: "scatter", mode: "lines", x: step, y: best, line: { color: colour("--c0"), width: 2, shape: "hv" }, hovertemplate: "least so far: %{y:.6g}<extra></extra>" },
       { type: "scatter", mode: "markers", x: step, y: value, customdata: seconds, marker: { size: 6, color: colour("--c1") },
-        hovertemplate: "%{y:.6g} after %{customdata:.2f} s<extra></extra>" },
+        hovertemplate: seconds.length ? "%{y:.6g} after %{customdata:.2f} s<extra></extra>" : "%{y:.6g}<extra></extra>" },
     ], { xaxis: { title: { text: "evaluations of the validation error" }, zeroline: false }, yaxis: { range: [low - room, high + 3 * room], zeroline: false } });
   }
-  function draw() { drawErrors(); drawFeatures(); drawPoints(); drawHistory(); }
-  $("choose").addEventListener("input", drawFeatures);
+  const drawModel = content.effects ? drawEffects : drawFeatures;
+  function draw() { drawErrors(); drawModel(); drawPoints(); drawHistory(); }
+  $("choose")?.addEventListener("input", drawModel);
   for (const form of all("form")) form.addEventListener("submit", (event) => event.preventDefault());
 
   // ------------------------------------------------------------------ the table, and the command

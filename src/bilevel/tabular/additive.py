@@ -1,0 +1,84 @@
+"""The additive model of a table: its pipeline, notes on fields, and its content as plain data and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.pipeline import Pipeline
+
+from bilevel import extras
+from bilevel.estimators.additive.packing import packed_additive, unpacked_additive
+from bilevel.estimators.additive.terms import CategoryTerm
+from bilevel.tabular.columns import column_reader
+from bilevel.tabular.values import labels_of
+from bilevel.tabular.words import counted, listed
+
+
+def additive_pipeline(kinds: Mapping[str, Any], gaps: bool, estimator: Any) -> Pipeline:
+    """The steps `columns`, which reads numbers, categories and dates, and `model`."""
+    return Pipeline([("columns", column_reader(kinds, gaps)), ("model", estimator)])
+
+
+def columns_read(pipeline: Pipeline) -> dict[str, Any]:
+    """The columns of the table and how each is read."""
+    return dict(pipeline["columns"].kw_args["kinds"])
+
+
+def additive_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
+    """A note for every column with empty fields, or with categories, that the training rows lack."""
+    model, notes = pipeline["model"], []
+    terms = dict(zip(model.feature_names_in_, model._design.terms, strict=True))
+    for name, kind in columns_read(pipeline).items():
+        column, term = (
+            frame[name],
+            terms.get(name, next((terms[key] for key in terms if key.startswith(f"{name} (")), None)),
+        )
+        if empty := int(column.isna().sum()):
+            known = "(missing)" in term.levels if isinstance(term, CategoryTerm) else bool(getattr(term, "gap", 0))
+            has = "the effect that a missing value had in the training rows" if known else "no effect"
+            notes.append(f"Column {name!r}: {counted(empty, 'empty field')} of {where}, with {has}.")
+        if kind == "categories" and isinstance(term, CategoryTerm):
+            levels = set(term.levels.tolist())
+            if new := [label for label in labels_of(column) if isinstance(label, str) and label not in levels]:
+                notes.append(
+                    f"Column {name!r}: {counted(len(new), 'row')} of {where} {'has' if len(new) == 1 else 'have'} a "
+                    f"value that the training rows lack, such as {new[0]!r}; it has no effect there. Known are "
+                    f"{listed(term.levels.tolist())}."
+                )
+    return notes
+
+
+def additive_content(pipeline: Pipeline) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a file holds of the pipeline: facts and tensors."""
+    reading = pipeline["columns"].kw_args
+    facts, arrays = packed_additive(pipeline["model"])
+    tensors = {name: torch.tensor(array, dtype=torch.float64) for name, array in arrays.items()}
+    return {
+        "reading": {"kinds": [list(pair) for pair in reading["kinds"].items()], "gaps": reading["gaps"]},
+        **facts,
+    }, tensors
+
+
+def additive_from(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Pipeline:
+    """The fitted pipeline. Damaged content raises KeyError, TypeError or ValueError."""
+    estimator = unpacked_additive(content, {name: tensor.numpy() for name, tensor in tensors.items()})
+    kinds = {str(name): str(kind) for name, kind in content["reading"]["kinds"]}
+    pipeline = additive_pipeline(kinds, bool(content["reading"]["gaps"]), estimator)
+    # A row of no known category with every number in its middle: fails if the parts do not fit each other.
+    middle = [
+        "?" if isinstance(term, CategoryTerm) else 0.5 * (term.range[0] + term.range[1])
+        for term in estimator._design.terms
+    ]
+    with np.errstate(invalid="ignore"):
+        scores = estimator._scores(_one_row(estimator.feature_names_in_, middle))
+    if not np.isfinite(scores).all():
+        raise ValueError("its predictions are not finite")
+    return pipeline
+
+
+def _one_row(names: Any, values: list[Any]) -> Any:
+    pandas = extras.load("pandas", extra="table", purpose="A model of a table")
+    return pandas.DataFrame([values], columns=list(names))
