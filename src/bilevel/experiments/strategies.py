@@ -117,14 +117,12 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
     with single_precision(), one_thread():
         names = list(dict.fromkeys(PROBLEMS[problem].dataset for problem in s.problems))
         opened = {data: open_data(replace(TRAININGS[data], seed=s.seed)) for data in names}
-        jobs = [(data, name) for data in names for name in chosen]
-        planned = {
-            (data, name): _planned(s, name, opened[data]) for data, name in jobs
-        }  # all refusals before any training
-        for (data, name), plan in planned.items():
-            folder = kept(out) / _folder(s, data, name)
-            for problem in (one for one in s.problems if PROBLEMS[one].dataset == data):
-                found[problem].append(_score(s, problem, name, plan, opened[data], folder, progress))
+        of_data = {data: [one for one in s.problems if PROBLEMS[one].dataset == data] for data in names}
+        # A learner at a time; all refusals before any training.
+        jobs = [(problem, name, opened[data]) for data in names for name in chosen for problem in of_data[data]]
+        planned = {(problem, name): _planned(s, problem, name, data) for problem, name, data in jobs}
+        for problem, name, data in jobs:
+            found[problem].append(_score(s, problem, name, planned[problem, name], data, kept(out), progress))
     scored = {problem: [row for row in rows if not row.failure] for problem, rows in found.items()}
     scored = {problem: rows for problem, rows in scored.items() if rows}
     require(bool(scored), f"No training is finished in {kept(out)}; leave train=false out to begin.")
@@ -137,7 +135,7 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
         ("strategies.png",),
         tuple(_notes(s, found)),
         data={name: described(data) for name, data in opened.items()},
-        runs=[f"runs/{_folder(s, *pair)}" for pair, plan in planned.items() if isinstance(plan, TrainingSettings)],
+        runs=list(dict.fromkeys(f"runs/{_folder(plan)}" for plan in planned.values() if not isinstance(plan, str))),
         times={problem: {row.learner: _times(row) for row in rows} for problem, rows in scored.items()},
     )
 
@@ -145,10 +143,14 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
 # ------------------------------------------------------------------------------------------------- training and judging
 
 
-def training_of(s: StrategiesSettings, name: str, data: ImageDataset) -> TrainingSettings:
-    """The training of a learner: its own defaults, the data's network, and as many images as all learners get."""
-    kind = learners.get(name)
-    training = for_learner(replace(TRAININGS[data.name], seed=s.seed, average=s.average), name)
+def training_of(s: StrategiesSettings, name: str, data: ImageDataset, ways: int = 0) -> TrainingSettings:
+    """The training of a learner: its own defaults, the data's network, and as many images as all learners get.
+
+    Args:
+        ways: other than those of all learners, if not 0.
+    """
+    kind, shared = learners.get(name), TRAININGS[data.name]
+    training = for_learner(replace(shared, seed=s.seed, average=s.average, ways=ways or shared.ways), name)
     iterations = max(1, round(s.images / training.images_in_iteration)) if kind.trains else 0
     every = max(1, iterations // s.looks)
     return replace(
@@ -168,11 +170,20 @@ def _validated(problems: Sequence[str], data: str) -> str:
     return next((one for one in of_data if (PROBLEMS[one].ways, PROBLEMS[one].shots) == shape), of_data[0])
 
 
-def _planned(s: StrategiesSettings, name: str, data: ImageDataset) -> TrainingSettings | str:
-    """The settings of a training, or why this learner cannot do it."""
+def _planned(s: StrategiesSettings, problem: str, name: str, data: ImageDataset) -> TrainingSettings | str:
+    """The settings of a training, or why this learner cannot do it.
+
+    It is the training that all problems of the data share, or, for a learner that is built for a number of classes, one
+    with as many classes as the problem.
+    """
+    ways, shots = PROBLEMS[problem].ways, PROBLEMS[problem].shots
     try:
         training = training_of(s, name, data)
-        FewShotTraining(training, data)
+        try:
+            FewShotTraining(training, data).learner.check_episode(ways, shots)
+        except BilevelError:
+            training = training_of(s, name, data, ways)
+            FewShotTraining(training, data).learner.check_episode(ways, shots)
     except BilevelError as error:
         return f"refuses the problem: {error}"
     return training
@@ -184,14 +195,14 @@ def _score(
     name: str,
     training: TrainingSettings | str,
     data: ImageDataset,
-    path: Path,
+    runs: Path,
     progress: bool | None,
 ) -> StrategyScore:
     kind = learners.get(name)
     nothing = StrategyScore(name, kind.strategy, kind.trains)
     if isinstance(training, str):
         return replace(nothing, failure=training)
-    per_iteration = training.images_in_iteration
+    path, per_iteration = runs / _folder(training), training.images_in_iteration
     of = {"episodes": s.test_episodes, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
     file = path / f"meta_test-{problem}.json"
     # The log and this file are enough: the weights of a training that was judged need not be kept.
@@ -204,10 +215,6 @@ def _score(
             trained = train(path, training, data, command_of("strategies", s), progress)
         except DivergenceError as error:
             return replace(nothing, failure=f"diverged: {error}")
-        try:
-            trained.learner.check_episode(PROBLEMS[problem].ways, PROBLEMS[problem].shots)
-        except BilevelError as error:
-            return replace(nothing, failure=f"refuses the problem: {error}")
         judged = {"images": trained.iterations * per_iteration, **_judged(s, trained.learner, problem, training, data)}
         write_json(file, {"of": of, "found": judged})
     curve = tuple(_curve(path, per_iteration))
@@ -254,8 +261,9 @@ def _adapt(learner: Any, images: Any, labels: Any, queries: Any) -> float:
     return time.process_time() - began
 
 
-def _folder(s: StrategiesSettings, data: str, name: str) -> str:
-    return f"{data}-{name}" + (f"-seed{s.seed}" if s.seed else "")
+def _folder(training: TrainingSettings) -> str:
+    own_ways = f"-{training.ways}way" * (training.ways != TRAININGS[training.dataset].ways)
+    return f"{training.dataset}-{training.learner}{own_ways}" + f"-seed{training.seed}" * (training.seed > 0)
 
 
 def _numbers(row: StrategyScore) -> dict[str, Any]:
@@ -334,7 +342,8 @@ def _choices(s: StrategiesSettings) -> dict[str, str]:
         "budget": f"{s.images:,} training images for each learner, counted as they are drawn: an image that passes "
         "through the network in every inner step counts once",
         "training": "one for each data set and learner, judged on all problems of the data set: 20-way episodes on "
-        "Omniglot, 5-way on MiniImagenet, 1 to 5 shots drawn anew for every hyperiteration, 5 queries a class",
+        "Omniglot, 5-way on MiniImagenet, 1 to 5 shots drawn anew for every hyperiteration, 5 queries a class. A "
+        "learner that is built for a number of classes is trained for each",
         "outer optimiser": "Adam, step 1e-3, and the same meta-batch for all; scores are those of λ's moving average, "
         f"factor {s.average:g}, with the weights of the best of about {s.looks} validations",
         "settings of a learner": "its defaults, as `bilevel train --learner NAME` has them; T is that of training",
