@@ -53,7 +53,7 @@ class RepresentationSettings(ExperimentSettings):
     """
 
     seed: int = 0
-    models: tuple[str, ...] = ("zoo:omniglot-5way-1shot",)
+    models: tuple[str, ...] = ("zoo:omniglot-5way-1shot", "zoo:miniimagenet-c4l-staged")
     ways: int = 5
     queries: int = 15
     draws: int = 3
@@ -65,7 +65,14 @@ class RepresentationSettings(ExperimentSettings):
     pictures: bool = True
 
 
-QUICK: dict[str, Any] = {"draws": 1, "map_ways": 8, "map_images": 10, "perplexity": 8.0, "episodes": 6}
+QUICK: dict[str, Any] = {
+    "models": ("zoo:omniglot-5way-1shot",),
+    "draws": 1,
+    "map_ways": 8,
+    "map_images": 10,
+    "perplexity": 8.0,
+    "episodes": 6,
+}
 
 
 @dataclass(frozen=True)
