@@ -29,7 +29,9 @@ def command(
     show: Annotated[bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")] = True,
     threads: THREADS = None,
 ) -> None:
-    """Open a page on which you draw or drop pictures of a few classes, and new ones are recognised at once.
+    """Open a local page that learns what you draw or drop.
+
+    You draw or drop pictures of a few classes, and new ones are recognised at once.
 
     The page is served to this computer only, needs no network, and writes nothing; a classifier is saved where you
     choose to. Ctrl-C ends it.

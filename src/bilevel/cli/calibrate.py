@@ -21,7 +21,9 @@ def command(
     data_root: DATA_ROOT = None,
     threads: THREADS = None,
 ) -> None:
-    """Fit temperatures and thresholds of "none of these" on meta-validation, and measure them on meta-test.
+    """Calibrate the probabilities of a trained model.
+
+    Temperatures and thresholds of "none of these" are fitted on meta-validation and measured on meta-test.
 
     They are kept in the run's folder or in the saved learner's card, where `bilevel classify` finds them. Weights and
     scores stay as they are.

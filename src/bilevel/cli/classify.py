@@ -85,7 +85,9 @@ def command(
     ] = None,
     threads: THREADS = None,
 ) -> None:
-    """Classify new pictures by a few labelled ones, with a representation that was trained before.
+    """Classify new pictures by a few labelled ones.
+
+    A representation that was trained before makes a few pictures enough.
 
     The classes are yours and need not be those of the training. Pictures of any size and kind are converted to what the
     model takes, and what was done is said. Probabilities are calibrated where `bilevel evaluate` has calibrated the

@@ -19,7 +19,9 @@ MODEL = "zoo:omniglot-5way-1shot"
 def command(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The results go to DIR/demo/.")] = Path("results"),
 ) -> None:
-    """Show what it does, in about three minutes: tuning hyperparameters, and learning to learn.
+    """Show what bilevel does, in about three minutes.
+
+    It tunes hyperparameters, and learns to learn.
 
     Learns 30 regularisation coefficients and then a representation for few-shot learning, both by hypergradients;
     prints the results, saves pictures, and writes a page to look at them.

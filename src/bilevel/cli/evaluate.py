@@ -43,7 +43,10 @@ def command(
     data_root: DATA_ROOT = None,
     threads: THREADS = None,
 ) -> None:
-    """Accuracy with its 95 % interval for every T on meta-validation; the best T is then judged once on meta-test."""
+    """Judge a trained model on classes that it has never seen.
+
+    Accuracy with its 95 % interval for every T on meta-validation; the best T is then judged once on meta-test.
+    """
     first, last = _range(steps)
 
     from bilevel.cli._evaluation import evaluate, show

@@ -36,10 +36,11 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     threads: THREADS = None,
 ) -> None:
-    """Compare few-shot heads on features that any network has computed, or classify new ones with a head.
+    """Compare few-shot heads on features of any network.
 
-    Without --query, episodes are drawn from the labelled features: half of the classes choose the centre of the
-    features and T, and the accuracy is that on the others. Write the file with np.savez(path, features=…, labels=…).
+    With --query, a head classifies new features. Without it, episodes are drawn from the labelled features: half of
+    the classes choose the centre of the features and T, and the accuracy is that on the others. Write the file
+    with np.savez(path, features=…, labels=…).
     """
     if csv is not None:
         if query is None:

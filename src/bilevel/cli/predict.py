@@ -33,7 +33,7 @@ def command(
     sheet: SHEET = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
 ) -> None:
-    """Predict the rows of a table with a model that `bilevel tune` saved.
+    """Predict a table with a model that `bilevel tune` saved.
 
     The output is CSV: the rows of DATA as they are and in their order, and a column `prediction` (with --proba, also
     one for each class). Columns that the model does not know are kept and not used; a missing one is named. If DATA has

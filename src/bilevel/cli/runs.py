@@ -37,7 +37,9 @@ def command(
     folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.", metavar="[DIR]")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
 ) -> None:
-    """List trainings and their best meta-validation accuracy, and the models that come with the package.
+    """List trainings and the models of the package.
+
+    Each is shown with its best meta-validation accuracy.
 
     A state is running, finished, stopped (continue it with `bilevel train --resume --out RUN`), or what is wrong.
     """

@@ -28,7 +28,9 @@ THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each proces
 
 
 def command(**options: Any) -> None:
-    """Train a few-shot learner; by default hyper-representations, by Algorithm 1 of the paper.
+    """Train a few-shot learner.
+
+    The default is hyper-representations, by Algorithm 1 of the paper.
 
     PRESET names one of the paper's experiments, or one in stages; options change it, or describe a training of your
     own, as does a file with --config. --learner takes another strategy on the same episodes, and --set changes the

@@ -100,7 +100,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     threads: THREADS = None,
 ) -> None:
-    """Tune models of a table, compare them with scikit-learn's by repeated cross-validation, and save the best of ours.
+    """Tune models of a table, and compare them with others.
+
+    Repeated cross-validation compares them with scikit-learn's, and the best of ours is saved.
 
     All models see the same rows, features and folds: ours, with penalties tuned by hypergradients, and RidgeCV,
     LassoCV, ElasticNetCV or LogisticRegressionCV, a random forest and gradient boosting. The model with the least error
