@@ -96,8 +96,10 @@ def work(options: argparse.Namespace, store: Path) -> None:
     from table_sets import CLAIM, DEVELOPMENT
 
     known = {(row["table"], row["model"], row["repeat"]) for row in stored(store)}
+    # The smallest tables first, so that an interrupted run has many of them.
+    tables = sorted(CLAIM if options.set == "claim" else DEVELOPMENT, key=lambda table: table.load()[0].size)
     for repeat in range(options.repeats):
-        for table in CLAIM if options.set == "claim" else DEVELOPMENT:
+        for table in tables:
             models = table_models.CLASSIFICATION if table.task == "classification" else table_models.REGRESSION
             for model in models:
                 if (table.source, model, repeat) in known or (options.only and options.only not in table.source):

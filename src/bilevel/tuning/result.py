@@ -21,6 +21,7 @@ from bilevel.trees import Tree
 from bilevel.tuning import pictures
 from bilevel.tuning.gap import Gap
 from bilevel.tuning.holdout import HeldOutEstimate
+from bilevel.tuning.random_search import RandomSearch
 from bilevel.tuning.space import Space
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Tuned:
     space: Space = field(repr=False)
     compute_gap: Callable[[], Gap] = field(repr=False)
     compute_weights: Callable[[Any, Any], Tensor] = field(repr=False)
+    compute_search: Callable[[], RandomSearch] = field(repr=False)
     held_out: HeldOutEstimate | None = None
 
     @functools.cached_property
@@ -69,6 +71,11 @@ class Tuned:
         """A bound on the change of the validation loss if training went on to the end. The first access computes it
         in some hundred passes over the training set."""
         return self.compute_gap()
+
+    @functools.cached_property
+    def search(self) -> RandomSearch:
+        """What a random search reaches in the time of the tuning. The first access runs it, which takes that time."""
+        return self.compute_search()
 
     def weights(self, inputs: Any, targets: Any) -> Tensor:
         """The weights of any examples, new ones too, by the tuned scorer of `ExampleWeight`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from bilevel.tuning.gap import find_gap
 from bilevel.tuning.holdout import judge_held_out, split_validation
 from bilevel.tuning.network import Network
 from bilevel.tuning.preparation import prepare
+from bilevel.tuning.random_search import search_beside
 from bilevel.tuning.randomness import derived_seed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
@@ -168,6 +170,7 @@ def tune(
     )
     chosen, reason = job.choose(method)
     path = _ValuePath(space)
+    began = time.perf_counter()
     solution = solve(
         job.problem,
         space.lam,
@@ -183,11 +186,13 @@ def tune(
         callbacks=[path, *([callbacks] if callable(callbacks) else callbacks)],
         progress=progress,
     )
+    took = time.perf_counter() - began
     outcome = _with_advice(solution.outcome, solution.inner is not None)
     if solution.inner is None:
         raise BilevelError(outcome)
     first = solution.inner if runs == 1 else solution.inner[0]
     inner, value = (first, solution.value) if one_function else job.run(solution.outer)
+    estimate = held and judge_held_out(job, solution.outer, inner, held, functools.partial(prepared, val))
     return Tuned(
         model=job.trained(inner),
         values=space.plain(solution.outer),
@@ -201,7 +206,8 @@ def tune(
         space=space,
         compute_gap=functools.partial(find_gap, job, solution.outer, inner),
         compute_weights=functools.partial(job.weights, solution.outer, inner),
-        held_out=held and judge_held_out(job, solution.outer, inner, held, functools.partial(prepared, val)),
+        compute_search=functools.partial(search_beside, job, took, value, held, estimate),
+        held_out=estimate,
     )
 
 
