@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from typing import Any
 HERE = Path(__file__).parent
 # How the files of our solvers begin.
 OURS = "bilevel_"
+# Seconds besides those of the solver: for compilation, checks and evaluations.
+PATIENCE = 25.0
 
 
 @dataclass(frozen=True)
@@ -178,18 +181,29 @@ def run(checkout: Path, problem: str, judge: Any, name: str, seed: int, seconds:
     skipped, reason = solver.skip(**judge.get_objective())
     if skipped:
         return {**found, "error": reason}
+    # Some do not call back for minutes. This counts compilation and the judge's evaluations too.
+    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + PATIENCE)
     try:
         solver.set_objective(**judge.get_objective())
         clock.began = time.process_time()
         solver.run(clock)
     except Exception as error:  # a solver that this problem or version of JAX does not suit
-        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        words = str(error).splitlines()
+        # The judge raises a bare ValueError where λ is NaN.
+        found["error"] = f"{type(error).__name__}: {words[0][:200]}" if words else "λ became NaN"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return {**found, **clock.report()}
+
+
+def _give_up(number: int, frame: Any) -> None:
+    raise TimeoutError(f"no answer within 3 times the time given and {PATIENCE:g} s")
 
 
 if __name__ == "__main__":
     place, problem, seed, seconds, target, *names = sys.argv[1:]
     judge = objective(Path(place), problem, int(seed))
+    signal.signal(signal.SIGPROF, _give_up)
     for name in names:
         answer = run(Path(place), problem, judge, name, int(seed), float(seconds), float(target))
         print(json.dumps(answer), flush=True)

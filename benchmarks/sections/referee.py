@@ -1,4 +1,8 @@
-"""The outside referee: our solvers and those of benchmark_bilevel (benchopt) on its own problems."""
+"""The outside referee: our solvers and those of benchmark_bilevel (benchopt) on its own problems.
+
+As a program: `python -m sections.referee PROBLEM SEED` measures one part, which the next
+`python run.py --only referee` at the same commit takes over instead of measuring it again.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ import math
 import os
 import statistics
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.environments import NotInstalled, python_of, single_threaded
+from harness.environments import FOLDER, NotInstalled, python_of, single_threaded
+from harness.results import machine
 from harness.timing import TOLERANCE, Disagreement
 
 if TYPE_CHECKING:
@@ -30,7 +37,8 @@ solver or else its defaults, beside ours behind the same interface. `simulated` 
 has a penalty per feature and rows of ijcnn1's sizes that are made locally; hyper-cleaning has 20,000 weights and half
 of the labels at random. Processor time of the solver alone, one thread, without compilation and checks, until the
 metric reaches the target: ‖∇h‖² ≤ 1e-6, or the least validation error that any of their solvers reaches in the time
-given. Medians over seeds. "Single loop" are our stochastic algorithms with the settings of theirs; "structure" are
+given. Medians over three seeds; only the first has all solvers, the others have the five best single-loop solvers of
+ours and of theirs. "Single loop" are our stochastic algorithms with the settings of theirs; "structure" are
 methods that use what the problem is. One of them minimises another outer objective, the cross-entropy of twice the
 scores, because the referee's metric is the error and not its outer objective. The objectives in torch are compared with
 the referee's first.
@@ -58,7 +66,9 @@ STRUCTURES = {
     "logistic": ("bilevel_newton",),
     "cleaning": ("bilevel_cleaning", SHARP),
 }
-SECONDS = {"quadratics": 8.0, "logistic": 3.0, "cleaning": 12.0}
+SECONDS = {"quadratics": 8.0, "logistic": 2.0, "cleaning": 8.0}
+# How many of theirs, and of our single loops, run with more seeds than the first.
+BEST = 5
 # Optuna proposes each of the 20,000 weights by itself and does not come back.
 LEFT_OUT = {"cleaning": {"optuna"}}
 GRADIENT = 1e-6
@@ -106,16 +116,58 @@ def measure(bench: Bench) -> dict[str, Any]:
     apart = compared(bench.folder / "compared", [interpreter, "-m", "referee.objectives", checkout, *problems])
     bench.tick("objectives compared", 0.1)
     seeds, share = bench.pick(quick=(1, 0.25), full=(3, 1.0))
+    single, theirs = bench.pick(quick=(LOOPS[:1], QUICK), full=(LOOPS, THEIRS))
+    contest = Contest([interpreter, "-m", "referee.arena", checkout], bench.folder / "arena", single, theirs, share)
     runs = []
     for problem in problems:
-        single, theirs = bench.pick(quick=(LOOPS[:1], QUICK), full=(LOOPS, THEIRS))
-        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in LEFT_OUT.get(problem, ())]
         for seed in range(seeds):
-            words = [interpreter, "-m", "referee.arena", checkout, problem, str(seed), str(share * SECONDS[problem])]
-            for found in ask(bench.folder / "arena", [*words, "0" if problem == "cleaning" else str(GRADIENT), *names]):
-                runs.append(asdict(Run(problem, seed, **found)))
+            runs += contest.measured(problem, seed) if bench.quick else contest.part(problem, seed)
             bench.tick(f"{problem}, seed {seed}", 0.9 / (seeds * len(problems)))
     return {"apart": apart, "seeds": seeds, "seconds": {p: share * SECONDS[p] for p in problems}, "runs": runs}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Runs the arena.
+
+    Attributes:
+        words: the command, without the problem and the solvers.
+        folder: where the arena may write.
+        single, theirs: the solvers besides those of `STRUCTURES`.
+        share: of the seconds of a solver.
+    """
+
+    words: list[str]
+    folder: Path
+    single: tuple[str, ...] = LOOPS
+    theirs: tuple[str, ...] = THEIRS
+    share: float = 1.0
+
+    def part(self, problem: str, seed: int) -> list[dict[str, Any]]:
+        """The runs of one problem and seed: those kept at this commit, or else measured now and kept."""
+        path, commit = FOLDER / "referee_parts" / f"{problem}-{seed}.json", machine()["commit"]
+        if path.exists() and (kept := json.loads(path.read_text()))["commit"] == commit:
+            return list(kept["runs"])
+        runs = self.measured(problem, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"commit": commit, "runs": runs}))
+        return runs
+
+    def measured(self, problem: str, seed: int) -> list[dict[str, Any]]:
+        single, theirs = self.single, self.theirs
+        if seed:
+            first = [Run(**run) for run in self.part(problem, 0) if run["values"]]
+            single, theirs = (best(first, names) for names in (single, theirs))
+        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in LEFT_OUT.get(problem, ())]
+        target = 0.0 if problem == "cleaning" else GRADIENT
+        words = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target), *names]
+        return [asdict(Run(problem, seed, **found)) for found in ask(self.folder, words)]
+
+
+def best(runs: list[Run], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The solvers that came furthest, and soonest among equals."""
+    found = sorted((run for run in runs if run.solver in names), key=lambda run: (run.values[-1][2], run.values[-1][0]))
+    return tuple(run.solver for run in found[:BEST])
 
 
 def compared(folder: Path, words: list[str]) -> dict[str, float]:
@@ -153,6 +205,7 @@ class Summary:
     loss_seconds: float
     loss: float
     per_iteration: float
+    seeds: int
 
     @staticmethod
     def of(runs: list[Run], goals: dict[int, float], loss_goals: dict[int, float]) -> Summary:
@@ -165,6 +218,7 @@ class Summary:
             statistics.median(first(run.losses, loss_goals[run.seed])[0] for run in runs),
             statistics.median(run.losses[-1][2] for run in runs),
             statistics.median(run.per_iteration for run in runs),
+            len(runs),
         )
 
 
@@ -237,15 +291,17 @@ def tables(figures: Figures) -> Iterator[Table]:
     for problem, seconds in figures["seconds"].items():
         found = summaries(figures, problem)
         cleaning = problem == "cleaning"
-        columns = ["solver", "whose", "seconds to the target", "iterations", "ms per iteration", "best value"]
+        columns = ["solver", "whose", "seeds", "seconds to the target", "iterations", "ms per iteration", "best value"]
         columns += ["seconds to their least loss", "least loss"] if cleaning else []
         body = []
         for s in found.values():
             more = [number(s.loss_seconds), f"{s.loss:.4f}"] if cleaning else []
             best, each = f"{s.best:.4g}", f"{s.per_iteration * 1e3:.3g}"
-            body.append([s.run.label, s.run.group, number(s.seconds), number(s.iterations), each, best, *more])
+            body.append(
+                [s.run.label, s.run.group, str(s.seeds), number(s.seconds), number(s.iterations), each, best, *more]
+            )
         failed = [run for run in figures.rows(Run, "runs") if run.problem == problem and run.error and run.seed == 0]
-        note = f"At most {seconds:g} s a solver, {figures['seeds']} seeds; processor time, one thread."
+        note = f"At most {seconds:g} s a solver; processor time, one thread."
         note += "".join(f" {run.label}: {run.error}." for run in failed)
         yield Table(problem, columns, body, note)
     if "cleaning" not in figures["seconds"]:
@@ -282,3 +338,11 @@ def pictures(figures: Figures) -> Iterator[Picture]:
     figure.legend(handles, list(colours), ncol=3, loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False)
     figure.tight_layout()
     yield Picture("referee.png", "The best value so far of each solver against its processor time", figure)
+
+
+if __name__ == "__main__":
+    interpreter = os.environ.get("REFEREE_PYTHON") or str(python_of("referee", REQUIREMENTS))
+    with tempfile.TemporaryDirectory() as folder:
+        words = [interpreter, "-m", "referee.arena", os.environ["REFEREE_CHECKOUT"]]
+        found = Contest(words, Path(folder) / "arena").part(sys.argv[1], int(sys.argv[2]))
+    print(f"{sys.argv[1]}, seed {sys.argv[2]}: {len(found)} solvers, {sum(run['seconds'] for run in found):.0f} s")

@@ -1,7 +1,8 @@
 """A stand-in for the package of this name: rows of ijcnn1's sizes made here, for a machine without a network.
 
-Features are correlated and of different scales, and a third of them matter. Each seed (`REFEREE_SEED`) is another set
-of rows.
+Features are correlated, a third of them matter, and four standard deviations of each are 1: those of ijcnn1 lie between
+−1 and 1, and the published settings of the referee's solvers were found for it. Each seed (`REFEREE_SEED`) is another
+set of rows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ def fetch_libsvm(name: str) -> tuple[Any, Any]:
     seed = int(os.environ.get("REFEREE_SEED", "0"))
     common = np.random.default_rng(seed)
     mixing = np.eye(FEATURES) + 0.3 * common.normal(size=(FEATURES, FEATURES)) / np.sqrt(FEATURES)
-    scale = common.uniform(0.5, 2.0, FEATURES)
     true = np.where(common.random(FEATURES) < 1 / 3, common.normal(size=FEATURES), 0.0)
     own = np.random.default_rng([seed, list(ROWS).index(name)])
-    x = own.normal(size=(ROWS[name], FEATURES)) @ mixing * scale
+    x = own.normal(size=(ROWS[name], FEATURES)) @ mixing
     score = x @ true + own.logistic(size=len(x))
-    return x, np.where(score > 0, 1.0, -1.0)
+    return x / (4 * np.linalg.norm(mixing, axis=0)), np.where(score > 0, 1.0, -1.0)
