@@ -1,7 +1,8 @@
 """The outside referee: our solvers and those of benchmark_bilevel (benchopt) on its own problems.
 
-As a program: `python -m sections.referee PROBLEM SEED` measures one part, which the next
-`python run.py --only referee` at the same commit takes over instead of measuring it again.
+As a program: `python -m sections.referee logistic-0 cleaning-0 …` measures parts (a problem and a seed), which the
+next `python run.py --only referee` at the same commit takes over instead of measuring them again. It reads the
+checkout's path from REFEREE_CHECKOUT.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ STRUCTURES = {
     "logistic": ("bilevel_newton",),
     "cleaning": ("bilevel_cleaning", SHARP),
 }
-SECONDS = {"quadratics": 8.0, "logistic": 2.0, "cleaning": 8.0}
+SECONDS = {"quadratics": 8.0, "logistic": 2.0, "cleaning": 6.0}
 # How many of theirs, and of our single loops, run with more seeds than the first.
 BEST = 5
 # Optuna proposes each of the 20,000 weights by itself and does not come back.
@@ -121,7 +122,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     runs = []
     for problem in problems:
         for seed in range(seeds):
-            runs += contest.measured(problem, seed) if bench.quick else contest.part(problem, seed)
+            runs += list(contest.measured(problem, seed)) if bench.quick else contest.part(problem, seed)
             bench.tick(f"{problem}, seed {seed}", 0.9 / (seeds * len(problems)))
     return {"apart": apart, "seeds": seeds, "seconds": {p: share * SECONDS[p] for p in problems}, "runs": runs}
 
@@ -144,24 +145,28 @@ class Contest:
     share: float = 1.0
 
     def part(self, problem: str, seed: int) -> list[dict[str, Any]]:
-        """The runs of one problem and seed: those kept at this commit, or else measured now and kept."""
-        path, commit = FOLDER / "referee_parts" / f"{problem}-{seed}.json", machine()["commit"]
-        if path.exists() and (kept := json.loads(path.read_text()))["commit"] == commit:
-            return list(kept["runs"])
-        runs = self.measured(problem, seed)
+        """The runs of one problem and seed. Each is kept when it ends, and not measured again at the same commit."""
+        path, commit = FOLDER / "referee_parts" / f"{problem}-{seed}.jsonl", machine()["commit"]
+        kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        runs = [line["run"] for line in kept if line["commit"] == commit]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"commit": commit, "runs": runs}))
+        with path.open("a") as file:
+            for run in self.measured(problem, seed, {run["solver"] for run in runs}):
+                file.write(json.dumps({"commit": commit, "run": run}) + "\n")
+                file.flush()
+                runs.append(run)
         return runs
 
-    def measured(self, problem: str, seed: int) -> list[dict[str, Any]]:
+    def measured(self, problem: str, seed: int, done: Collection[str] = ()) -> Iterator[dict[str, Any]]:
         single, theirs = self.single, self.theirs
         if seed:
             first = [Run(**run) for run in self.part(problem, 0) if run["values"]]
             single, theirs = (best(first, names) for names in (single, theirs))
-        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in LEFT_OUT.get(problem, ())]
+        left_out = {*LEFT_OUT.get(problem, ()), *done}
+        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in left_out]
         target = 0.0 if problem == "cleaning" else GRADIENT
         words = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target), *names]
-        return [asdict(Run(problem, seed, **found)) for found in ask(self.folder, words)]
+        return (asdict(Run(problem, seed, **found)) for found in ask(self.folder, words)) if names else iter(())
 
 
 def best(runs: list[Run], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,15 +188,15 @@ def compared(folder: Path, words: list[str]) -> dict[str, float]:
     return apart
 
 
-def ask(folder: Path, words: list[str]) -> list[dict[str, Any]]:
+def ask(folder: Path, words: list[str]) -> Iterator[dict[str, Any]]:
     """The JSON objects that a process prints, line by line. A process that dies gives what it has printed."""
     home = Path(__file__).resolve().parents[1]
     environment = {**single_threaded(), "PYTHONPATH": os.pathsep.join([str(home.parent / "src"), str(home)])}
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, cwd=folder
-    )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(words, env=environment, cwd=folder, **pipes) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
 
 
 @dataclass(frozen=True)
@@ -340,9 +345,15 @@ def pictures(figures: Figures) -> Iterator[Picture]:
     yield Picture("referee.png", "The best value so far of each solver against its processor time", figure)
 
 
-if __name__ == "__main__":
+def main() -> None:
     interpreter = os.environ.get("REFEREE_PYTHON") or str(python_of("referee", REQUIREMENTS))
     with tempfile.TemporaryDirectory() as folder:
-        words = [interpreter, "-m", "referee.arena", os.environ["REFEREE_CHECKOUT"]]
-        found = Contest(words, Path(folder) / "arena").part(sys.argv[1], int(sys.argv[2]))
-    print(f"{sys.argv[1]}, seed {sys.argv[2]}: {len(found)} solvers, {sum(run['seconds'] for run in found):.0f} s")
+        contest = Contest([interpreter, "-m", "referee.arena", os.environ["REFEREE_CHECKOUT"]], Path(folder) / "arena")
+        for part in sys.argv[1:]:
+            problem, _, seed = part.partition("-")
+            found = contest.part(problem, int(seed))
+            print(f"{part}: {len(found)} solvers, {sum(run['seconds'] for run in found):.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -115,7 +115,7 @@ def solve(
     chosen = _algorithm(algorithm, optimizer, scheduler)
     start, w = (start, None) if isinstance(start, str) else ("warm", start)
     _check(lam, iterations, start, patience, tasks, method, chosen)
-    dynamics, steps, tasks = inner_side(chosen, dynamics, steps, method, tol, patience, tasks)
+    dynamics, steps, tasks = inner_side(chosen, dynamics, steps, method, tol, patience, tasks, iterations)
     constraint = as_constraint(constraint)
     begin = trees.clone(lam if constraint is None else constraint.project(trees.detach(lam)))
     record = Record()

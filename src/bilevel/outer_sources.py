@@ -10,7 +10,7 @@ from bilevel.algorithms.base import Algorithm
 from bilevel.algorithms.single_loop import SingleLoop
 from bilevel.dynamics import DynamicsLike
 from bilevel.dynamics.gradient_descent import GradientDescent
-from bilevel.engine.samplers import check_draws, refuse_one_batch
+from bilevel.engine.samplers import check_draws, refuse_one_batch, same
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
 
@@ -39,6 +39,7 @@ def inner_side(
     tol: float | None,
     patience: int | None,
     tasks: Any,
+    iterations: int,
 ) -> tuple[DynamicsLike, int, Any]:
     """The dynamics, T and the tasks as the algorithm needs them, or an error before any work."""
     name = type(algorithm).__name__
@@ -52,6 +53,7 @@ def inner_side(
         for task in listed(tasks):
             check_draws("val", task.val)
             refuse_one_batch(task.train, steps)
+        _refuse_one_task(tasks, iterations)
         return dynamics, steps, tasks
     for setting, value in (("dynamics", dynamics), ("steps", steps), ("method", method)):
         if value is not None:
@@ -71,6 +73,28 @@ def inner_side(
             )
     # The process is only an example for the checks; its step is not used.
     return GradientDescent(1e-3), 1, task
+
+
+def _refuse_one_task(tasks: Any, iterations: int) -> None:
+    """Refuse a function of k that gives the same data for every k. A task with a sampler in it goes on by itself."""
+    numbers = [k for k in (0, 1, 2, 4, 7, 12) if k < iterations]
+    if not callable(tasks) or isinstance(tasks, Iterator) or len(numbers) < 3:
+        return
+    first = _data(tasks(0))
+    if first is not None and all(same(first, _data(tasks(k))) for k in numbers[1:]):
+        *most, last = map(str, numbers)
+        raise BilevelError(
+            f"tasks is a biased source: it gave the same data for k = {', '.join(most)} and {last}, so other data "
+            "would never be seen. Use its argument, as the seed of what is drawn; or, if there is one task, pass "
+            "the task itself."
+        )
+
+
+def _data(tasks: Any) -> list[Any] | None:
+    """The batches of the tasks that were drawn; None where one of them has a sampler or is no task."""
+    found = listed(tasks)
+    fixed = found and not any(callable(side) for task in found for side in (task.train, task.val))
+    return [(task.train, task.val) for task in found] if fixed else None
 
 
 def _one_task(name: str, tasks: Any) -> Task:

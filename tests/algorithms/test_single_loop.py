@@ -94,6 +94,17 @@ def test_bome_is_off_by_the_order_of_its_step_size_and_biased_on_batches():
     assert distance(data, run(bl.BOME(outer_lr=0.04, **settings), data, iterations=300).outer) > 3 * fine
 
 
+def test_bome_moves_lam_far_where_f_is_flat_in_it():
+    """One step size for both levels would be bound by the curvature in w, 1e4 times that in λ."""
+    problem = bl.Problem(
+        inner=lambda w, lam, x: ((w - 0.01 * lam) ** 2).sum(),
+        outer=lambda w, lam, x: ((w - 1) ** 2).sum() + 1e-4 * (lam**2).sum(),
+        init=torch.zeros_like,
+    )
+    found = bl.solve(problem, torch.zeros(3).double(), bl.Task(None, None), algorithm=bl.BOME(), iterations=100)
+    assert torch.allclose(found.outer, torch.full((3,), 50.0).double(), rtol=0.1)
+
+
 def test_bome_takes_first_derivatives_only():
     class Once(torch.autograd.Function):
         @staticmethod
@@ -280,6 +291,13 @@ def test_samplers_that_are_biased_or_impure_are_noticed():
     inner = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
     refused(None, r"task\.val is a biased sampler", task=bl.Task(data.train, lambda k: data.val), **inner)
     refused(None, r"task\.train is a biased sampler", task=bl.Task(lambda t: data.train, data.val), **inner)
+    whole = bl.Task(data.train, data.val)
+    for source in (lambda k: whole, lambda k: [bl.Task(data.train, data.val)] * 2):
+        refused(
+            None, "tasks is a biased source: it gave the same data for k = 0, 1, 2, 4, 7 and 12", task=source, **inner
+        )
+    few = [bl.Task(tuple(x + k for x in data.train), data.val) for k in range(5)]
+    assert len(run(None, data, few.__getitem__, **inner).history["value"]) == 5
 
 
 def test_divergence_names_the_step_size_and_its_bound():

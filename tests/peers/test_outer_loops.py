@@ -221,7 +221,7 @@ def test_weights_on_the_simplex_choose_the_sources_of_data():
 def test_tasks_drawn_anew_carry_w_from_one_to_the_next():
     """A source that returns the same task at every k is that task, with w carried over."""
     settings = {"dynamics": bl.GradientDescent(0.3), "steps": 5, "start": "warm", "iterations": 3, "progress": False}
-    drawn = bl.solve(PROBLEM, torch.zeros(4), lambda k: TASK, **settings)
+    drawn = bl.solve(PROBLEM, torch.zeros(4), iter([TASK] * 4), **settings)
     fixed = bl.solve(PROBLEM, torch.zeros(4), TASK, **settings)
     close(drawn.outer, fixed.outer, 1e-12)
     cold = bl.solve(PROBLEM, torch.zeros(4), TASK, **{**settings, "start": "cold"})

@@ -21,9 +21,11 @@ class BOME(SingleLoop):
 
     From w, Q gradient steps of size `inner_lr` on L reach z. With z held fixed, q ≈ L(w, λ) − L(z, λ), and both move by
 
-        (w, λ) −= ξ (∇E + m ∇q),   m = max(0, barrier − ⟨∇E, ∇q⟩ / ‖∇q‖²),
+        w −= ξ (∇_w E + m ∇_w q),   λ −= γ (∇_λ E + m ∇_λ q),   m = max(0, barrier − ⟨∇E, ∇q⟩ / ‖∇q‖²),
 
-    the direction closest to ∇E that lowers q at the rate barrier·‖∇q‖². ξ is `outer_lr`. Reference: "BOME! Bilevel
+    the direction closest to ∇E that lowers q at the rate barrier·‖∇q‖². In the paper ξ = γ, and so it is here
+    with `outer_lr=γ`. With `outer_lr=None`, ξ is half of `inner_lr`, or less where E is steep in w, and both fall with
+    k; the products then count λ in units of √(γ/ξ), in which the algorithm is the paper's. Reference: "BOME! Bilevel
     optimization made easy: a simple first-order approach" (NeurIPS 2022).
 
     What it approximates: a stationary point of f. How well: the point is off by the order of ξ and by what Q steps
@@ -47,6 +49,7 @@ class BOME(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.5)
+    eta_exponent: ClassVar[float] = 0.5
     unbiased: ClassVar[bool] = False
     second_derivatives: ClassVar[bool] = False
 
@@ -63,11 +66,12 @@ class BOME(SingleLoop):
     def inner_steps_taken(self) -> int:
         return self.inner_steps
 
-    def outer_step(self, probe: Probe, inner_lr: float) -> float:
-        """ξ moves w too, along ∇E."""
+    def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
+        """ξ, or 0 where γ is given. ξ moves w along ∇E too, so it must suit the curvature of E."""
+        if self.outer_lr is not None:
+            return 0.0
         steepest = probe.outer_curvature()
-        step = super().outer_step(probe, inner_lr)
-        return min(step, 0.5 / steepest) if steepest > 0 else step
+        return min(0.5 * inner_lr, 0.5 / steepest) if steepest > 0 else 0.5 * inner_lr
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
         batch, w, lam = draw.inner(), point.w, point.lam
@@ -77,13 +81,15 @@ class BOME(SingleLoop):
         value, outer_w, outer_lam = at.outer(w, lam, draw.outer())
         here, there = at.inner(w, lam, batch), at.inner(z, lam, batch)
         gap_w, gap_lam = here[1], here[2] - there[2]
-        length = float(gap_w.square().sum() + gap_lam.square().sum())
-        along = float((outer_w * gap_w).sum() + (outer_lam * gap_lam).sum())
+        step = rates.eta or rates.outer
+        unit = rates.outer / step
+        length = float(gap_w.square().sum() + unit * gap_lam.square().sum())
+        along = float((outer_w * gap_w).sum() + unit * (outer_lam * gap_lam).sum())
         multiplier = max(0.0, self.barrier - along / length) if length > 0 else 0.0
         direction = Triple(
             outer_w + multiplier * gap_w, torch.zeros_like(w), outer_lam.add(gap_lam, alpha=multiplier)
         )  # fmt: skip
-        after = Triple(w.sub(direction.w, alpha=rates.outer), point.v, lam.sub(direction.lam, alpha=rates.outer))
+        after = Triple(w.sub(direction.w, alpha=step), point.v, lam.sub(direction.lam, alpha=rates.outer))
         return Move(value, direction, after, memory)
 
     @classmethod

@@ -49,7 +49,7 @@ class Move(NamedTuple):
 @dataclass(frozen=True)
 class Rates:
     """The step sizes of an iteration: `inner` for w and v, `outer` for λ; and the Neumann series: `terms`, and the η of
-    its factors I − η ∇²_w L."""
+    its factors I − η ∇²_w L, or what else an algorithm calls `eta`."""
 
     inner: float
     outer: float
@@ -78,6 +78,8 @@ class SingleLoop(Algorithm):
     resumes: ClassVar[bool] = True
     # With `inner_lr=None` and `outer_lr=None` the step sizes fall with these exponents.
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    # η falls with this one.
+    eta_exponent: ClassVar[float] = 0.0
     # The share of 1/ν that `inner_lr=None` takes.
     share: ClassVar[float] = 1.0
     # It remembers a gradient of every batch, or computes the mean over all of them now and then.
@@ -120,6 +122,10 @@ class SingleLoop(Algorithm):
     def outer_step(self, probe: Probe, inner_lr: float) -> float:
         """The step size of λ that `outer_lr=None` begins with."""
         return probe.outer_step(inner_lr * self.inner_steps_taken)
+
+    def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
+        """The η of `Rates` at the start, for the largest curvature ν of L and the step size of w."""
+        return 1 / nu
 
     def check_data(self, train: BatchSource, val: BatchSource) -> None:
         """Refuse data that the algorithm cannot use."""
@@ -190,8 +196,9 @@ class _Run:
         )
         mu, nu = probe.curvatures()
         terms = getattr(algorithm, "terms", 0)
-        self.chosen = {"nu": nu, "inner": algorithm.share / nu, "outer": 0.0, "eta": 1 / nu}
+        self.chosen = {"nu": nu, "inner": algorithm.share / nu, "outer": 0.0, "eta": 0.0}
         self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
+        self.chosen["eta"] = algorithm.eta(probe, nu, self.rates(0).inner)
         if algorithm.outer_lr is None:
             self.chosen["outer"] = algorithm.outer_step(probe, self.rates(0).inner)
 
@@ -208,7 +215,8 @@ class _Run:
                 sizes.append(self.chosen[name] * (1 + k / DELAY) ** -exponent)
             else:
                 sizes.append(given(k) if callable(given) else given)
-        return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), self.chosen["eta"])
+        eta = self.chosen["eta"] * (1 + k / DELAY) ** -self.algorithm.eta_exponent
+        return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), eta)
 
     def draw(self) -> Draws:
         return Draws(self.train, self.val, self.k, self.algorithm.draws(int(self.chosen["terms"])), self.algorithm.seed)
