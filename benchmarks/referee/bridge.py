@@ -35,8 +35,11 @@ class TorchSolver(BaseSolver):
         self.w0, self.lam0 = (torch.from_numpy(np.array(x)) for x in (inner_var0, outer_var0))
         self.inner_var, self.outer_var = self.w0, self.lam0
         self.prepare(bridged(f_inner, f_outer))
-        # The warm-up of the others compiles; this one makes the checks of the problem, which then are remembered.
+        # The warm-up of the others compiles; this one makes the checks of the problem, which then are remembered. One
+        # iteration is enough.
+        self.frequency = 1
         self.run_once(2)
+        self.frequency = getattr(self, "eval_freq", 1)
 
     def prepare(self, ours: Bridged) -> None:
         """Declare the problem. Anything computed from the data belongs into `solve`, which is timed."""
@@ -52,11 +55,10 @@ class TorchSolver(BaseSolver):
 
     def run(self, callback: Callable[[], bool]) -> None:
         self.inner_var, self.outer_var = self.w0, self.lam0
-        frequency = getattr(self, "eval_freq", 1)
         if callback():
 
             def show(here: bl.Iteration) -> bool:
-                if (here.k + 1) % frequency:
+                if (here.k + 1) % self.frequency:
                     return False
                 self.inner_var, self.outer_var = self.result(here)
                 return not callback()
