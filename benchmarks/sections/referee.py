@@ -67,7 +67,7 @@ STRUCTURES = {
     "logistic": ("bilevel_newton",),
     "cleaning": ("bilevel_cleaning", SHARP),
 }
-SECONDS = {"quadratics": 8.0, "logistic": 2.0, "cleaning": 6.0}
+SECONDS = {"quadratics": 8.0, "logistic": 1.0, "cleaning": 5.0}
 # How many of theirs, and of our single loops, run with more seeds than the first.
 BEST = 5
 # Optuna proposes each of the 20,000 weights by itself and does not come back.
@@ -163,7 +163,8 @@ class Contest:
             first = [Run(**run) for run in self.part(problem, 0) if run["values"]]
             single, theirs = (best(first, names) for names in (single, theirs))
         left_out = {*LEFT_OUT.get(problem, ()), *done}
-        names = [name for name in (*STRUCTURES[problem], *single, *theirs) if name not in left_out]
+        pairs = sorted((*single, *theirs), key=lambda name: THEIRS.index(name.removeprefix("bilevel_")))
+        names = [name for name in (*STRUCTURES[problem], *pairs) if name not in left_out]
         target = 0.0 if problem == "cleaning" else GRADIENT
         words = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target), *names]
         return (asdict(Run(problem, seed, **found)) for found in ask(self.folder, words)) if names else iter(())
