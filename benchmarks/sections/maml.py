@@ -142,7 +142,8 @@ def costs(case: Case) -> dict[str, Any]:
 
     from bilevel import learners
     from bilevel.learners.presets import for_learner, preset
-    from bilevel.learners.training import FewShotTraining, open_data
+    from bilevel.learners.streams import open_data
+    from bilevel.learners.training import FewShotTraining
 
     torch.set_num_threads(1)
     settings = preset("omniglot-5way-1shot" if dataset() == "omniglot" else "glyphs-5way-1shot")
