@@ -142,9 +142,9 @@ def test_a_learner_below_the_pixels_is_a_defect():
 def test_what_the_numbers_say_of_the_claim(problem, best, words):
     rows = [score("hyper-representation", 0.94), score("snail", best), score("maml", 0.5), score("pixels", 0.97, False)]
     (told,) = strategies.claim_in_words(problem, rows)
-    assert words in told and "of 3 trained learners" in told and "maml is below it" in told
+    assert words in told and "of 3 trained learners" in told and "Below it: maml." in told
     assert f"number {1 if best < 0.95 else 2} of" in told
-    assert ("snail is above it" in told) == (best > 0.95)
+    assert ("intervals: snail." in told) == (best > 0.95)
 
 
 def test_published_numbers_are_those_of_the_table():

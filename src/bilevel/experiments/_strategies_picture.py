@@ -41,7 +41,7 @@ def draw(path: Path, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 def _panel(axes: Axes, problem: str, learners: Sequence[Mapping[str, Any]]) -> None:
     titled(axes, problem, "seconds of training, one thread", "meta-validation accuracy in per cent")
-    axes.text(1, 1.01, "meta-test", transform=axes.transAxes, ha="right", fontsize=9)
+    axes.text(1, 1.04, "meta-test", transform=axes.transAxes, ha="right", fontsize=9)
     axes.set_xscale("log")
     trained = [row for row in learners if row["trains"]]
     first = min((row["curve"][1][1] for row in trained), default=0.1)

@@ -65,15 +65,15 @@ def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
     worse = [name for name, (gap, width) in gaps.items() if -gap > width]
     gap, width = gaps[best.learner]
     allowed = gap_in_paper(problem)
+    rest = " The others cannot be told from it." if len(better) + len(worse) < len(others) else ""
     limit = f"the {allowed:.2f} points of Table 3" if allowed is not None else "what the intervals allow"
     holds = 100 * (gap - width) <= (allowed or 0.0)
     yield (
         f"{problem}: {OURS} is number {1 + trained.index(ours)} of {len(trained)} trained learners with "
         f"{percent(ours.accuracy, ours.interval)}; the best other one, {best.learner}, differs by {points(gap, width)} "
-        f"points. {_listed(better)} above it by more than the intervals, {_listed(worse)} below it, the others "
-        f"cannot be told from it. The paper's claim that it is competitive with the other strategies "
-        f"{'holds' if holds else 'does not hold'} here after {ours.images:,} images each: the lead of the best other "
-        f"learner is {'within' if holds else 'beyond'} {limit}."
+        f"points. Above it by more than the intervals: {_listed(better)}. Below it: {_listed(worse)}.{rest} "
+        f"The paper's claim that it is competitive with the other strategies {'holds' if holds else 'does not hold'} here "
+        f"after {ours.images:,} images each: the lead of the best other learner is {'within' if holds else 'beyond'} {limit}."
     )
 
 
@@ -97,4 +97,4 @@ def defects(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
 
 
 def _listed(names: list[str]) -> str:
-    return f"{', '.join(names) or 'none'} {'is' if len(names) < 2 else 'are'}"
+    return ", ".join(names) or "none"
