@@ -2,12 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
+from sklearn.datasets import load_diabetes
 from sklearn.linear_model import ElasticNetCV, Lasso, LassoCV
 from sklearn.model_selection import GroupKFold, TimeSeriesSplit
 from sklearn.utils.class_weight import compute_sample_weight
 
 from bilevel.errors import BilevelError
 from bilevel.estimators import BilevelElasticNet, BilevelLasso, BilevelLogisticRegression, BilevelRidge
+from bilevel.estimators.folds import split
+from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.hypergradients import hypergradient
 
 
 def table(rows=80, features=20, seed=0):
@@ -76,3 +82,51 @@ def test_weights_of_classes_are_weights_of_rows():
     np.testing.assert_array_equal(model.coef_, other.coef_)
     plain = BilevelLogisticRegression("shared", cv=3).fit(X, rare)
     assert model.predict(X).mean() > plain.predict(X).mean()
+
+
+def ratio_problem(rows=50):
+    rng = np.random.default_rng(3)
+    X = rng.normal(size=(rows, 12)) + rng.normal(size=(rows, 1))
+    y = X[:, :6].sum(1) + 2 * rng.normal(size=rows)
+    folds = split(5, X, y, np.ones(rows), classes=False, random_state=0)
+    shared = Grouping(np.zeros(12, dtype=int))
+    return X, y, folds, SumsOfTable(X - X.mean(0), (y - y.mean())[:, None], folds, shared, True, "tuned")
+
+
+def test_the_hypergradient_in_a_ratio_is_that_of_differences():
+    *_, folds, table = ratio_problem()
+    task = table.task(folds)
+    settings = {"dynamics": table.dynamics(task), "steps": 0, "start": table.start(task), "method": table.method(0.0)}
+
+    def at(point):
+        return hypergradient(table.problem, torch.tensor(point, dtype=torch.float64), task, **settings)
+
+    for point in ([-2.0, 0.3], [0.0, -1.0], [-1.0, 2.0]):
+        slopes = [(at(np.add(point, d)).value - at(np.subtract(point, d)).value) / 2e-6 for d in 1e-6 * np.eye(2)]
+        np.testing.assert_allclose(at(point).grad, slopes, rtol=1e-5, atol=1e-8)
+
+
+def test_a_ratio_tuned_with_the_penalty_is_no_worse_than_any_of_a_list():
+    X, y, folds, _ = ratio_problem()
+    cv = [
+        (np.flatnonzero(train), np.flatnonzero(val))
+        for train, val in zip(folds.train_weights(), folds.val_weights(), strict=True)
+    ]
+    model = BilevelElasticNet("shared", l1_ratio="tuned", cv=cv).fit(X, y)
+    values = [
+        BilevelElasticNet("shared", l1_ratio=ratio, cv=cv).fit(X, y).history_["value"].min()
+        for ratio in (0.05, 0.1, 0.5, 0.9, 0.95)
+    ]
+    assert 0 < model.l1_ratio_ < 1 and model.l1_ratio_ not in (0.1, 0.5, 0.9)
+    assert model.history_["value"].min() <= min(values) * (1 + 1e-4)
+    each = BilevelElasticNet(l1_ratio="tuned", cv=cv, tether=1.0, max_iter=5).fit(X, y)
+    assert each.l1_ratio_ == pytest.approx(model.l1_ratio_, abs=0.01)
+
+
+def test_the_tether_does_not_depend_on_which_rows_share_a_fold(monkeypatch):
+    """Penalties of features differ where the evidence outweighs the draw of the folds."""
+    X, y = load_diabetes(return_X_y=True)
+    X, y = (X / X.std(0))[:150], y[:150]
+    assert {BilevelLasso(random_state=seed).fit(X, y).tether_ for seed in (0, 1, 3)} == {np.inf}
+    monkeypatch.setattr("bilevel.estimators.sums_of_table.DRAWN", 0.5)
+    assert BilevelLasso(random_state=3).fit(X, y).tether_ < np.inf

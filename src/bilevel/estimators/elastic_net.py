@@ -6,8 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.base import RegressorMixin
 
+from bilevel.algorithms.lbfgsb import LBFGSB
+from bilevel.constraints.box import Box
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelRegressor, Scored
 from bilevel.estimators.folds import Array, Folds
@@ -15,6 +18,11 @@ from bilevel.estimators.hyperparameters import Grouping
 from bilevel.estimators.search import PenaltySearch, SearchRecord
 from bilevel.estimators.sums_of_table import SumsOfTable
 from bilevel.estimators.tables import FoldedTable
+from bilevel.outer_loop import solve
+from bilevel.thread_pool import map_in_threads, thread_count
+
+# Where the search for a ratio begins, and how far log ρ/(1 − ρ) may go: to ρ = 0.001 and 0.999.
+RATIOS, LOGIT = (0.1, 0.5, 0.9), 6.9
 
 
 class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
@@ -26,7 +34,8 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
 
     {arguments}
         l1_ratio: ρ, between 0 (ridge) and 1 (lasso). Of a list, the one with the least criterion at one shared penalty
-            is taken.
+            is taken. "tuned" tunes it together with one shared penalty, by hypergradients; penalties of features then
+            begin there, with that ρ.
         positive: allow no negative coefficients.
 
     {attributes}
@@ -80,30 +89,58 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
     def _check_settings(self) -> None:
         super()._check_settings()
         try:
-            ratios = np.atleast_1d(np.asarray(self.l1_ratio, dtype=float))
+            ratios = np.atleast_1d(np.asarray(0.5 if self._tunes_ratio() else self.l1_ratio, dtype=float))
         except (TypeError, ValueError):
             ratios = np.array([])
         if ratios.ndim != 1 or not len(ratios) or not ((ratios >= 0) & (ratios <= 1)).all():
             raise BilevelError(
-                f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso), or a list."
+                f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso), a list, or "
+                "'tuned'."
             )
         self.l1_ratio_ = float(ratios[0])
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
-        ratios = np.unique(np.asarray(self.l1_ratio, dtype=float)).tolist()
-        tables = [
-            SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), ratio, bool(self.positive)) for ratio in ratios
-        ]
-        values = [0.0]
-        if len(ratios) > 1:
-            boxes = [_range(X, y, folds.weight, ratio) for ratio in ratios]
-            values = [
-                PenaltySearch(table, folds, 1, box, int(self.max_iter), 1e-4).shared(SearchRecord())[1]
-                for table, box in zip(tables, boxes, strict=True)
-            ]
-        best = int(np.argmin(values))
-        self.l1_ratio_ = ratios[best]
-        return tables[best]
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+        def table(ratio: float | str) -> SumsOfTable:
+            return SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), ratio, bool(self.positive))
+
+        def shared(ratio: float) -> tuple[float, float, float]:
+            box = _range(X, y, folds.weight, ratio)
+            search = PenaltySearch(table(ratio), folds, 1, box, int(self.max_iter), 1e-4)
+            lam, value, _ = search.shared(SearchRecord())
+            return value, ratio, float(lam[0])
+
+        tuned = self._tunes_ratio()
+        ratios = RATIOS if tuned else np.unique(np.asarray(self.l1_ratio, dtype=float)).tolist()
+        if len(ratios) == 1:
+            self.l1_ratio_ = ratios[0]
+        else:
+            found = map_in_threads(shared, ratios, thread_count(self.n_jobs))
+            _, self.l1_ratio_, level = min(found, key=lambda one: one[0])
+            if tuned:
+                self.l1_ratio_ = self._tuned_ratio(table("tuned"), folds, self.l1_ratio_, level)
+        return table(self.l1_ratio_)
+
+    def _tunes_ratio(self) -> bool:
+        return isinstance(self.l1_ratio, str) and self.l1_ratio == "tuned"
+
+    def _tuned_ratio(self, table: SumsOfTable, folds: Folds, ratio: float, level: float) -> float:
+        """ρ where the criterion is least in ρ and one shared penalty, from given ones."""
+        task = table.task(folds)
+        found = solve(
+            table.problem,
+            torch.tensor([level, math.log(ratio / (1 - ratio))], dtype=torch.float64),
+            task,
+            method=table.method(0.0),
+            algorithm=LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol)),
+            constraint=Box(torch.tensor([level - 8.0, -LOGIT]), torch.tensor([level + 8.0, LOGIT])),
+            iterations=10**9,
+            start=table.start(task),
+            progress=False,
+            dynamics=table.dynamics(task),
+            steps=0,
+        )
+        # Four decimals: rounding errors of so many steps must not show in the result.
+        return round(float(torch.sigmoid(found.outer[1])), 4)
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         return _range(X, y, weight, self.l1_ratio_)

@@ -55,6 +55,30 @@ def grouping(penalty: Any, features: int) -> Grouping:
 
 
 @dataclass(frozen=True)
+class PartOfMixture(FunctionOfLam):
+    """α ρ or α (1 − ρ) for every feature, with λ = (log α, log ρ/(1 − ρ)): a part of an elastic net's penalty.
+
+    Args:
+        features: their number.
+        absolute: the part of |w|, α ρ; otherwise that of the squares.
+    """
+
+    features: int
+    absolute: bool
+
+    def __call__(self, lam: Tensor, *data: Any) -> Tensor:
+        return self._level(lam).expand(self.features)
+
+    def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
+        level, sign = self._level(lam), 1.0 if self.absolute else -1.0
+        slope = torch.stack([level, level * sign * torch.sigmoid(-sign * lam[1])])
+        return level.expand(self.features), lambda v: v.sum(-1, keepdim=True) * slope
+
+    def _level(self, lam: Tensor) -> Tensor:
+        return lam[0].exp() * torch.sigmoid(lam[1] if self.absolute else -lam[1])
+
+
+@dataclass(frozen=True)
 class Tether(FunctionOfLam):
     """2c Σ log cosh(λ_g − mean λ), with c a weight: how far the penalties have moved apart.
 

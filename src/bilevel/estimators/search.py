@@ -119,15 +119,18 @@ class PenaltySearch:
 
     def shared(self, record: SearchRecord) -> tuple[Tensor, float, Outcome]:
         """The best λ with all entries equal, f there and how that ended: a grid, then descent from its best point."""
-        grid = torch.linspace(*self.box, 13, dtype=torch.float64)[1:-1]
-        # From large penalties down: coefficients grow from nothing, and each fit starts the next.
-        values = [self._value_or_infinity(level[None]) for level in grid.flip(0)][::-1]
+        grid = torch.linspace(*self.box, 61, dtype=torch.float64)[1:-1]
+        values = self.table.shared_values(grid, self.task)
+        if values is None:
+            grid = grid[4::5]
+            # From large penalties down: coefficients grow from nothing, and each fit starts the next.
+            values = [self._value_or_infinity(level[None]) for level in grid.flip(0)][::-1]
         if not np.isfinite(values).any():
             raise BilevelError(
                 "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "
                 "them first, with StandardScaler for example."
             )
-        lam, outcome = self.minimise(grid[int(np.argmin(values))].expand(self.count), math.inf, record)
+        lam, outcome = self.minimise(grid[int(np.nanargmin(values))].expand(self.count), math.inf, record)
         return lam, max(min(value for value, _, _ in record.rows), 1e-300), outcome
 
     def _value_or_infinity(self, lam: Tensor) -> float:
@@ -230,7 +233,7 @@ def choose_tether(search: PenaltySearch, start: Tensor, record: SearchRecord | N
 
     No rows are set aside and nothing is drawn at random: see `optimism`. Chance alone makes one of the freer tethers
     look best now and then. The tightest that is not clearly worse is taken: within half a standard error of the paired
-    differences.
+    differences. Whether penalties differ at all may need more evidence (`FoldedTable.doubt`).
     """
     lams, errors, lam = [], [], start
     weight = np.zeros(0)
@@ -246,7 +249,8 @@ def choose_tether(search: PenaltySearch, start: Tensor, record: SearchRecord | N
         if len(errors) > 2 and all(weight @ errors[k] > (1 + CLEARLY) * (weight @ errors[-3]) for k in (-1, -2)):
             break
     best = errors[int(np.argmin([weight @ error for error in errors]))]
-    at = next(k for k, error in enumerate(errors) if _lead(error, best, weight) <= DOUBT)
+    leads = [_lead(error, best, weight) for error in errors]
+    at = 0 if leads[0] <= search.table.doubt else next(k for k, lead in enumerate(leads) if lead <= DOUBT)
     return TETHERS[at], lams[at]
 
 

@@ -14,21 +14,27 @@ from bilevel.dynamics.fista import FISTA
 from bilevel.dynamics.penalties import L1
 from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
-from bilevel.estimators.hyperparameters import Grouping, Tether
-from bilevel.estimators.tables import LARGEST, FoldedTable, positive
+from bilevel.estimators.hyperparameters import Grouping, PartOfMixture, Tether
+from bilevel.estimators.tables import LARGEST, Curvature, FoldedTable, extremes
 from bilevel.methods.linear_models.active_set import ActiveSet
 from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.problem import Problem, Task
 from bilevel.structures.held_out import HeldOutSquares
 from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.penalties import FunctionOfLam
 from bilevel.structures.rows import GramOfRows, feature_sums, row_scores, weighted_gram
+
+# By how many standard errors penalties of single features must be better than one, in an elastic net. Folds are one
+# draw of many, and which rows share a fold changes this difference by about its standard error over rows.
+DRAWN = 1.5
 
 
 class SumsOfTable(FoldedTable):
     """Squared errors from sums over rows: the rows are read once, whatever the number of evaluations.
 
     Args:
-        l1_ratio: ρ of an elastic net, whose objective is divided by the weight of the rows; None for a ridge.
+        l1_ratio: ρ of an elastic net, whose objective is divided by the weight of the rows; None for a ridge. With
+            "tuned", λ has two entries: the logarithm of one penalty, and that of ρ/(1 − ρ).
         positive: allow no negative coefficients, in an elastic net.
     """
 
@@ -39,17 +45,25 @@ class SumsOfTable(FoldedTable):
         folds: Folds,
         groups: Grouping,
         intercept: bool,
-        l1_ratio: float | None = None,
+        l1_ratio: float | str | None = None,
         positive: bool = False,
     ) -> None:
         super().__init__(X, y, folds, groups, intercept)
         self.l1_ratio, size = l1_ratio, X.shape[1]
         self.wide = size > LARGEST
         self.factorises = not self.wide
-        ridge = 1.0 if l1_ratio is None else 1 - l1_ratio
-        self.strengths, self.positive = replace(self.penalties, scale=l1_ratio or 0.0), positive
+        self.positive = positive
+        if l1_ratio is not None and self.penalties.groups is None:
+            self.doubt = DRAWN
+        self.strengths: FunctionOfLam
+        self.squares: FunctionOfLam
+        if isinstance(l1_ratio, str):
+            self.strengths, self.squares = PartOfMixture(size, True), PartOfMixture(size, False)
+        else:
+            self.strengths = replace(self.penalties, scale=l1_ratio or 0.0)
+            self.squares = replace(self.penalties, scale=1.0 if l1_ratio is None else 1 - l1_ratio)
         self.problem = Problem(
-            LeastSquares(replace(self.penalties, scale=ridge)),
+            LeastSquares(self.squares),
             self._outer_of_rows if self.wide else HeldOutSquares(Tether()),
             init=lambda lam: lam.new_zeros(1, len(self.y), size),
             check_derivatives=False,
@@ -80,12 +94,11 @@ class SumsOfTable(FoldedTable):
         if self.l1_ratio is None:
             return super().dynamics(task)
         # A tensor, because the checks of a problem are repeated for a dynamics with another number in its closure.
-        steepest, ratio = torch.tensor(_largest_curvature(task.train[0]), dtype=torch.float64), self.l1_ratio
+        steepest = torch.tensor(_largest_curvature(task.train[0]), dtype=torch.float64)
 
         def proximal(lam: Tensor) -> FISTA:
-            alpha = self.penalties(lam)
-            lr = 1 / (float(steepest) + (1 - ratio) * float(alpha.detach().max()))
-            return FISTA(lr, L1(ratio * alpha, self.positive))
+            lr = 1 / (float(steepest) + float(self.squares(lam).detach().max()))
+            return FISTA(lr, L1(self.strengths(lam), self.positive))
 
         return proximal
 
@@ -134,11 +147,10 @@ class SumsOfTable(FoldedTable):
         intercept = (y[0] - x[0] @ w[0].mT).numpy() / float(weight[0])
         return coef, intercept if self.intercept else 0 * intercept
 
-    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         if self.l1_ratio is not None:
-            return None
-        shifted = task.train[0] + torch.diag(self.penalties(lam))
-        return positive(float(torch.linalg.eigvalsh(shifted)[:, 0].min()))
+            return None, None
+        return extremes(task.train[0] + torch.diag(self.penalties(lam)))
 
 
 def _about(sums: list[Tensor], x_mean: Tensor, y_mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:

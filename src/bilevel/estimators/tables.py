@@ -35,6 +35,8 @@ CERTIFIED = 2e9
 
 # For every fold, rows that it holds out and their scores by its model, rows × outputs.
 HeldOutScores: TypeAlias = list[tuple[Array, Array]]
+# A lower and an upper bound.
+Curvature: TypeAlias = tuple[float | None, float | None]
 
 
 class FoldedTable(ABC):
@@ -46,21 +48,19 @@ class FoldedTable(ABC):
         penalties: the penalty of every feature as a function of λ.
         loss: of the scores of a row.
         factorises: matrices of the folds are small enough to be factorised.
+        doubt: by how many standard errors penalties that differ must be better than one penalty for all.
     """
 
     problem: Problem
     reason: str
     loss: RowLoss = SquaredError()
     factorises: bool = True
+    doubt: float = 0.5
 
     def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:
         self.X = X.tocsr() if sparse.issparse(X) else torch.from_numpy(X)
         self.y, self.weight = torch.from_numpy(np.ascontiguousarray(y.T)), torch.from_numpy(folds.weight)
         self.penalties, self.intercept = group_penalties(groups, X.shape[1]), intercept
-
-    def criterion(self, folds: Folds) -> Folds:
-        """What the penalties are tuned on."""
-        return folds
 
     @abstractmethod
     def task(self, folds: Folds, held: float = 0.0) -> Task:
@@ -73,6 +73,10 @@ class FoldedTable(ABC):
     @abstractmethod
     def method(self, tol: float) -> Method:
         """How hypergradients are computed, to a relative error where the method is iterative."""
+
+    def shared_values(self, levels: Tensor, task: Task) -> list[float] | None:
+        """f for one penalty in all features, at many log penalties at once; None where that saves nothing."""
+        return None
 
     def dynamics(self, task: Task) -> DynamicsLike:
         """What the inner problem is the limit of; no step of it is run."""
@@ -136,8 +140,8 @@ class FoldedTable(ABC):
         return rows.reshape(*index.shape, -1)
 
     @abstractmethod
-    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
-        """A lower bound on the smallest curvature of the inner objective at w; None where it would cost too much."""
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
+        """Bounds on the curvature of the inner objective at w, each None where it would cost too much."""
 
 
 def group_penalties(groups: Grouping, features: int) -> GroupPenalties:
@@ -145,5 +149,8 @@ def group_penalties(groups: Grouping, features: int) -> GroupPenalties:
     return GroupPenalties(features, None if each else torch.from_numpy(groups.of))
 
 
-def positive(number: float) -> float | None:
-    return number if number > 0 else None
+def extremes(matrices: Tensor) -> Curvature:
+    """The smallest eigenvalue of several symmetric matrices, if it is positive, and the largest."""
+    values = torch.linalg.eigvalsh(matrices)
+    smallest = float(values[:, 0].min())
+    return (smallest if smallest > 0 else None), float(values[:, -1].max())
