@@ -127,6 +127,7 @@ def certify(
     steps: int,
     method: Method | None = None,
     mu: float | None = None,
+    nu: float | None = None,
     products: int = 200,
     start: Tree | None = None,
 ) -> Certificate:
@@ -142,6 +143,7 @@ def certify(
         method: also estimate the distance of this method's hypergradient from ∇f(λ).
         mu: a known modulus of strong convexity, for example the strength of an L2 term. Without it μ is the smallest
             curvature at w_T, which is exact for a quadratic and an assumption otherwise.
+        nu: a known upper bound on the curvature of L, in the place of the largest curvature at w_T.
         products: how many Hessian products may be used to find μ and ν.
 
     Warns:
@@ -153,6 +155,7 @@ def certify(
             Process(problem, lam, one, dynamics, steps, start, allow_unused=True, memory=memory_of(problem)),
             method,
             mu,
+            nu,
             products,
         )
         for one in tasks
@@ -168,7 +171,7 @@ def certify(
     return result
 
 
-def _certify(process: Process, method: Method | None, mu: float | None, products: int) -> Certificate:
+def _certify(process: Process, method: Method | None, mu: float | None, nu: float | None, products: int) -> Certificate:
     bound = process.bound
     if callable(bound.task.train):
         raise BilevelError(
@@ -182,8 +185,12 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     w, t = state[0], max(process.times.stop - 1, 1)
     loss = bound.loss(t)
     slope, operator = hessian(loss, w)
-    spectrum = lanczos(operator, slope, products)
-    nu, smallest = spectrum.largest, spectrum.smallest if mu is None else mu
+    spectrum = None if mu is not None and nu is not None else lanczos(operator, slope, products)
+    if spectrum is not None:
+        nu, smallest = spectrum.largest if nu is None else nu, spectrum.smallest if mu is None else mu
+    else:
+        assert nu is not None and mu is not None
+        smallest = mu
     limit = bound.dynamics.largest_step(nu, t) if nu > 0 else None
     with torch.no_grad():
         value = float(bound.outer(state))
@@ -213,7 +220,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, products
     errors = _hypergradient_error(process, method, limits, smallest) if math.isfinite(limits.radius) else {}
     mu_source = (
         "given"
-        if mu is not None
+        if mu is not None or spectrum is None
         else f"found by Lanczos in {spectrum.products} products" + ("" if spectrum.complete else ", not all directions")
     )
     if math.isinf(limits.radius):

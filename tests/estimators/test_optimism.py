@@ -8,7 +8,7 @@ import torch
 
 from bilevel.engine.process import Process
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
-from bilevel.estimators.folds import split
+from bilevel.estimators.folds import split, whole
 from bilevel.estimators.hyperparameters import grouping
 from bilevel.estimators.optimism import HeldOutRows, _leverages, corrected_losses
 from bilevel.estimators.rows_left_out import RowsLeftOut
@@ -31,7 +31,8 @@ def table_of(kind):
     groups = grouping(np.arange(X.shape[1]) % 4, X.shape[1])
     arguments = X, y, folds, groups, True
     if kind.startswith("left out"):
-        return RowsLeftOut(*arguments), folds
+        folds = whole(weight)
+        return RowsLeftOut(X, y, folds, groups, True), folds
     if kind in ("sums", "net"):
         return SumsOfTable(*arguments, 0.5 if kind == "net" else None), folds
     if kind == "kernel":
@@ -41,7 +42,7 @@ def table_of(kind):
 
 
 def held_out(table, folds, lam):
-    search = PenaltySearch(table, table.criterion(folds), 4, (-9.0, 9.0), 20, 1e-6)
+    search = PenaltySearch(table, folds, 4, (-9.0, 9.0), 20, 1e-6)
     process = Process(table.problem, lam, search.task, search.settings["dynamics"], 0, search.evaluate(lam).inner)
     with torch.no_grad():
         return table.held_out(table.method(EXACT).minimum(process), search.folds, lam), search
@@ -111,3 +112,12 @@ def test_the_tether_of_a_ridge_does_not_depend_on_chance_or_order():
         other = BilevelRidge(random_state=seed).fit(X[order], y[order])
         assert other.tether_ == first.tether_
         np.testing.assert_allclose(other.alpha_, first.alpha_, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["left out", "left out, wide"])
+def test_the_values_of_many_shared_penalties_at_once_are_those_of_the_engine(kind):
+    table, folds = table_of(kind)
+    search = PenaltySearch(table, folds, 1, (-9.0, 9.0), 20, 1e-6)
+    levels = torch.linspace(-6, 8, 8, dtype=torch.float64)
+    found = table.shared_values(levels, search.task)
+    np.testing.assert_allclose(found, [float(search.evaluate(level[None]).value) for level in levels], rtol=1e-7)

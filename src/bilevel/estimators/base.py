@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -36,6 +35,9 @@ from bilevel.thread_pool import threads
 
 # The accuracy at which w is left to the certificate.
 CERTIFIED = 1e-10
+# Bytes of a table up to which it waits for the certificate and the deviations, until one of them is asked for: on small
+# tables they take longer than the fit.
+KEPT = 3e7
 
 ARGUMENTS = """Args:
         penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
@@ -70,7 +72,8 @@ ATTRIBUTES = """Attributes:
             hypergradient.
         method_: a sentence that says how hypergradients were computed, and why so.
         outcome_: a sentence that says how the search ended.
-        certificate_: how far the folds' weights and the criterion are from those of the exact inner solution.
+        certificate_: how far the folds' weights and the criterion are from those of the exact inner solution. Of a
+            small table it is computed when it is first read, or when the estimator is copied or pickled.
         n_iter_: how many evaluations history_ has.
         cv_score_: with `scoring`, the score of the rows that each fold holds out, at the tuned penalties; of all rows,
             each left out singly, in a ridge without folds. The penalties were tuned on these rows, so it flatters.
@@ -148,13 +151,13 @@ class BilevelEstimator(BaseEstimator):
         tags.input_tags.sparse = True
         return tags
 
-    @abstractmethod
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
-        """The bilevel problem of this data; X is scaled already, y has shape (rows, outputs).
+    def _folds(self, X: Any, y: Array, weight: Array, groups: Grouping, rows: Any) -> Folds:
+        """The folds that `cv` means."""
+        return split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, groups=rows)
 
-        Args:
-            one_by_one: rows may be left out singly.
-        """
+    @abstractmethod
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
+        """The bilevel problem of this data; X is scaled already, y has shape (rows, outputs)."""
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
         """The range of λ: from penalties that do not matter to penalties that leave nothing of a feature.
@@ -177,6 +180,7 @@ class BilevelEstimator(BaseEstimator):
             rows: the group of every row, or None.
         """
         self._check_settings()
+        self._settled: dict[str, Any] = {}
         if rows is not None:
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
@@ -188,16 +192,16 @@ class BilevelEstimator(BaseEstimator):
     ) -> TunedModel:
         groups = grouping(self.penalty, X.shape[1])
         shared = is_shared(self.penalty)
-        folds = split(self.cv, X, y, weight, classes=self._classes, random_state=self.random_state, groups=rows)
+        folds = self._folds(X, y, weight, groups, rows)
         # A penalty of a feature or a group means the same in any unit, and is sought in units in which they are alike.
         # A shared one means what it means in scikit-learn: the same number for the features as given.
         X, centre, variance = centred(X, weight, bool(self.fit_intercept))
         own = not shared and self._units_do_not_matter
         scale = units(variance, groups) if own else np.ones(X.shape[1])
         X = divided(X, scale, own=bool(self.fit_intercept))
-        table = self._table(X, outputs, folds, groups, one_by_one=self.cv is None and rows is None)
+        table = self._table(X, outputs, folds, groups)
         box = self._box(X, outputs, weight, variance / scale**2)
-        search = PenaltySearch(table, table.criterion(folds), groups.count, box, int(self.max_iter), float(self.tol))
+        search = PenaltySearch(table, folds, groups.count, box, int(self.max_iter), float(self.tol))
         # Processes that torchrun started return what one would.
         with world():
             lam = self._search(search, groups, 2 * np.log(scale), SearchRecord(advance))
@@ -207,23 +211,47 @@ class BilevelEstimator(BaseEstimator):
         self.alpha_ = float(alpha[0]) if shared else alpha
         self.method_ = table.reason
         w = search.evaluate(lam, CERTIFIED).inner
-        self.certificate_ = self._certify(search, lam, w)
-        cells = np.ones((1, folds.train.shape[1]), dtype=bool)
-        everything = replace(folds, train=cells, val=cells)
-        whole = search.on(everything, search.max_iter, search.tol)
-        coef, intercept = table.coefficients(whole.evaluate(lam).inner, everything)
-        self._keep(whole, lam, X, outputs - X @ coef - intercept, centre, scale)
-        coef = coef / scale[:, None]
+        fit = search
+        if folds.count > 1 or not folds.train.all():
+            cells = np.ones((1, folds.train.shape[1]), dtype=bool)
+            fit = search.on(replace(folds, train=cells, val=cells), search.max_iter, search.tol)
+            fit.evaluate(lam)
+        coef, intercept = table.coefficients(fit.w, fit.folds)
+        self._waiting: dict[str, Callable[[], Any]] = {
+            "certificate": lambda: self._certify(search, lam, w),
+            "spread": lambda: self._spread(fit, lam, X, outputs - X @ coef - intercept, centre, scale),
+        }
+        if (table.X.nbytes if isinstance(table.X, Tensor) else table.X.data.nbytes) > KEPT:
+            self._settle()
         held = [] if self.scoring is None else table.held_out_scores(w, search.folds, lam)
-        return TunedModel(coef, intercept - centre @ coef, held)
+        given = coef / scale[:, None]
+        return TunedModel(given, intercept - centre @ given, held)
 
-    def _keep(self, whole: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array) -> None:
-        """Keep what predictions need beside the coefficients.
+    def _spread(self, fit: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array) -> Any:
+        """What standard deviations of predictions need.
 
         Args:
-            whole: the fit to all rows, at λ.
+            fit: to all rows, at λ.
             X: the table that was fitted, of which `scale` X + `centre` was given.
         """
+
+    def _settle(self) -> None:
+        """Compute what waits, and let go of the data."""
+        for name in list(self._waiting):
+            self._settled[name] = self._waiting[name]()
+            del self._waiting[name]
+
+    def __getstate__(self) -> Any:
+        if "_waiting" in self.__dict__:
+            self._settle()
+        return super().__getstate__()
+
+    @property
+    def certificate_(self) -> Certificate:
+        if not hasattr(self, "_waiting"):
+            raise AttributeError("certificate_ is known after a fit; call fit first.")
+        self._settle()
+        return self._settled["certificate"]
 
     def _search(self, search: PenaltySearch, groups: Grouping, log_scale: Array, record: SearchRecord) -> Tensor:
         """λ, found from one penalty for all towards penalties that differ, or from the last fit's penalties."""
@@ -272,7 +300,8 @@ class BilevelEstimator(BaseEstimator):
 
     def _certify(self, search: PenaltySearch, lam: Tensor, w: Tensor) -> Certificate:
         table, task = search.table, search.task
-        told = {"mu": table.curvature(lam, task, w), "products": 30, **search.settings}
+        smallest, largest = table.curvature(lam, task, w)
+        told = {"mu": smallest, "nu": largest, "products": 30, **search.settings}
         if isinstance(told["dynamics"], GradientDescent):
             told["dynamics"] = _no_step
         certificate = certify(table.problem, lam, task, start=w, **told)
@@ -288,7 +317,8 @@ class BilevelEstimator(BaseEstimator):
         scorer, found = check_scoring(self, scoring=self.scoring), []
         for rows, scores in held:
             # This estimator, whose predictions for the rows are known.
-            fold = copy(self)
+            fold = object.__new__(type(self))
+            fold.__dict__.update(self.__dict__)
             fold._scores = lambda X, scores=scores: scores  # type: ignore[method-assign, misc]
             more = {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
             found.append(scorer(fold, X[rows], y[rows], **more))

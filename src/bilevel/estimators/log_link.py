@@ -47,7 +47,7 @@ class BilevelLogLink(RegressorMixin, BilevelRegressor):
     def _check_targets(self, y: Array) -> None:
         raise NotImplementedError
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         for k in np.flatnonzero(folds.train_weights() @ y[:, 0] <= 0):
             raise BilevelError(
                 f"Fold {k} of cv has only zeros to train on, so that its mean is 0 and its deviance infinite. Pass "

@@ -95,7 +95,7 @@ class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
         self.coef_, self.intercept_ = like(self.coef_, given), like(self.intercept_, given)
         return self
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         if self.fit_intercept:
             self._check_folds(y, folds)
         return RowsOfTable(X, y, folds, groups, bool(self.fit_intercept), LogLoss())

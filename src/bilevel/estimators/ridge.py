@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelRegressor, Scored
-from bilevel.estimators.folds import Array, Folds
+from bilevel.estimators.folds import Array, Folds, whole
 from bilevel.estimators.hyperparameters import Grouping
 from bilevel.estimators.rows_left_out import RowsLeftOut, affordable
 from bilevel.estimators.rows_of_table import RowsOfTable
@@ -81,11 +81,15 @@ class BilevelRidge(Scored, RegressorMixin, BilevelRegressor):
         )
         self.alpha_per_target = alpha_per_target
 
-    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping, one_by_one: bool) -> FoldedTable:
+    def _folds(self, X: Any, y: Array, weight: Array, groups: Grouping, rows: Any) -> Folds:
+        # Where there are more penalties than rows, they can fit every left-out row by heart; folds hold them better.
+        self._one_by_one = self.cv is None and rows is None and groups.count <= len(y) and affordable(X.shape)
+        return whole(weight) if self._one_by_one else super()._folds(X, y, weight, groups, rows)
+
+    def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         rows, features = X.shape
         arguments = X, y, folds, groups, bool(self.fit_intercept)
-        # Where there are more penalties than rows, they can fit every left-out row by heart; folds hold them better.
-        if one_by_one and groups.count <= rows and affordable(X.shape):
+        if self._one_by_one:
             return RowsLeftOut(*arguments)
         return SumsOfTable(*arguments) if features <= min(rows, LARGEST) else RowsOfTable(*arguments, SquaredError())
 
@@ -104,24 +108,24 @@ class BilevelRidge(Scored, RegressorMixin, BilevelRegressor):
             self.estimators_: list[Any] = []
             for model in map_in_threads(fitted, range(y.shape[1]), thread_count(self.n_jobs)):
                 self.estimators_.append(model)
-                advance(sum(one.n_iter_ for one in self.estimators_), model.certificate_.value)
+                advance(sum(one.n_iter_ for one in self.estimators_), model.history_["value"][-1])
         for name in ("alpha_", "tether_", "coef_", "intercept_", *(["cv_score_"] if self.scoring is not None else [])):
             setattr(self, name, np.stack([getattr(model, name) for model in self.estimators_]))
         self.n_iter_ = sum(model.n_iter_ for model in self.estimators_)
 
-    def _keep(self, whole: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array) -> None:
-        """σ and A⁻¹, for standard deviations.
+    def _spread(self, fit: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array) -> Any:
+        """σ, A⁻¹, the mean of the rows, and the share of the intercept.
 
         The error on row i of the fit to all others is r_i / (1 − h_i), with its residual and leverage, and its variance
         is σ² / (1 − h_i). So σ² is the mean of r_i² / (1 − h_i): what makes the deviations right for rows left out.
         """
-        weight, size = whole.folds.weight, X.shape[1]
-        self._inverse, total = None, float(weight.sum())
+        weight, size = fit.folds.weight, X.shape[1]
+        total = float(weight.sum())
         if size > REMEMBERED:
-            return
-        units = torch.eye(size, whole.w.shape[2], dtype=lam.dtype)
+            return None
+        units = torch.eye(size, fit.w.shape[2], dtype=lam.dtype)
         # The block of an intercept is left out: it has been eliminated from the others.
-        inverse = whole.minimum(lam).solve(units[None, :, None])[0, :, 0, :size].numpy()
+        inverse = fit.minimum(lam).solve(units[None, :, None])[0, :, 0, :size].numpy()
         own = float(bool(self.fit_intercept))
         mean = np.asarray(weight @ X).reshape(-1) / total * own
         some = np.flatnonzero(weight > 0)
@@ -129,8 +133,8 @@ class BilevelRidge(Scored, RegressorMixin, BilevelRegressor):
         rows, share = (X[some].toarray() if sparse.issparse(X) else X[some]) - mean, weight[some]
         kept = 1 - share * (own / total + ((rows @ inverse) * rows).sum(1))
         squares = residual[some] ** 2 / np.maximum(kept, 1e-12)[:, None]
-        self._deviation = np.sqrt(share @ squares / share.sum())
-        self._inverse, self._mean, self._own = inverse / np.outer(scale, scale), centre + mean * scale, own / total
+        deviation = np.sqrt(share @ squares / share.sum())
+        return deviation, inverse / np.outer(scale, scale), centre + mean * scale, own / total
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y; with `return_std`, also the standard deviation of y about it.
@@ -142,18 +146,19 @@ class BilevelRidge(Scored, RegressorMixin, BilevelRegressor):
         if not return_std:
             return mean
         several = hasattr(self, "estimators_") and self.alpha_per_target
-        parts = [model._spread(X) for model in self.estimators_] if several else [self._spread(X)]
+        parts = [model._deviations(X) for model in self.estimators_] if several else [self._deviations(X)]
         spread = np.column_stack(parts)
         return mean, like(spread if mean.ndim == 2 else spread[:, 0], X)
 
-    def _spread(self, X: Any) -> Array:
+    def _deviations(self, X: Any) -> Array:
         """The standard deviation of y, rows × outputs."""
-        if self._inverse is None:
+        self._settle()
+        if self._settled["spread"] is None:
             raise BilevelError(
                 f"return_std=True needs a matrix of features × features, which is kept for at most {REMEMBERED} "
                 f"features; this table has {self.n_features_in_}. Call predict without it."
             )
         X = validate_data(self, as_numpy(X), accept_sparse="csr", dtype=np.float64, reset=False)
-        away = (X.toarray() if sparse.issparse(X) else X) - self._mean
-        stretch = np.sqrt(1 + self._own + ((away @ self._inverse) * away).sum(1))
-        return stretch[:, None] * self._deviation
+        deviation, inverse, mean, own = self._settled["spread"]
+        away = (X.toarray() if sparse.issparse(X) else X) - mean
+        return np.sqrt(1 + own + ((away @ inverse) * away).sum(1))[:, None] * deviation

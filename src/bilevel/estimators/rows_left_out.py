@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
 from bilevel.estimators.optimism import HeldOutRows
-from bilevel.estimators.tables import MOST, FoldedTable, HeldOutScores, positive
+from bilevel.estimators.tables import MOST, Curvature, FoldedTable, HeldOutScores, extremes
 from bilevel.methods.linear_models._at_minimiser import Minimum
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.normal_equations import NormalEquations
@@ -60,10 +59,6 @@ class RowsLeftOut(FoldedTable):
             )
             + ": one fit for all rows, and no random folds."
         )
-
-    def criterion(self, folds: Folds) -> Folds:
-        """All rows, each left out once."""
-        return _each_left_out(folds, np.ones(folds.train.shape[1], dtype=bool))
 
     def method(self, tol: float) -> Method:
         return KernelEquations() if self.wide else NormalEquations()
@@ -120,13 +115,26 @@ class RowsLeftOut(FoldedTable):
         intercept = self.y[:, rows] @ share - w[0] @ (share @ self.X[rows])
         return w[0].numpy().T, intercept.numpy() if self.intercept else np.zeros(len(self.y))
 
-    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         alpha = self.penalties(lam)
+        return (float(alpha.min()), None) if self.wide else extremes(task.train[0] + alpha.diag())
+
+    def shared_values(self, levels: Tensor, task: Task) -> list[float]:
+        """With S^½ X = U Σ Qᵀ, one matrix of rows × directions serves all penalties."""
+        X, y, weight, own, _ = task.val
+        root = weight.sqrt()
         if self.wide:
-            return float(alpha.min())
-        return positive(float(torch.linalg.eigvalsh(task.train[0] + alpha.diag())[:, 0].min()))
-
-
-def _each_left_out(folds: Folds, cells: Array) -> Folds:
-    """One fold of these cells, which trains on and is judged on all their rows."""
-    return replace(folds, train=cells[None], val=cells[None])
+            squares, vectors = torch.linalg.eigh(row_kernel(X, X.new_ones(X.shape[1])) * root[:, None] * root)
+        else:
+            squares, basis = torch.linalg.eigh(task.train[0][0])
+            vectors = (root[:, None] * X) @ basis / squares.clamp(min=1e-14 * float(squares[-1]) + 1e-300).sqrt()
+        alpha = levels.exp()[:, None]
+        lost = alpha / (squares.clamp(min=0) + alpha)
+        # What a fit of any penalty leaves is that of none and the part of each direction that is lost.
+        target = root * y
+        parts = target @ vectors
+        outside, free = target - parts @ vectors.mT, 1 - vectors.square().sum(1)
+        kept = free.clamp(min=0) + lost @ vectors.square().mT - own
+        residuals = outside + (parts * lost[:, None]) @ vectors.mT
+        errors = (residuals / kept[:, None]).square().sum((1, 2))
+        return (0.5 * errors / weight.sum()).tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
-from bilevel.estimators.tables import CERTIFIED, LARGEST, FoldedTable, positive
+from bilevel.estimators.tables import CERTIFIED, LARGEST, Curvature, FoldedTable, extremes
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, hessians_are_small
 from bilevel.methods.linear_models.row_span import RowSpan
@@ -101,15 +101,15 @@ class RowsOfTable(FoldedTable):
         found = w[0].numpy().T
         return (found[:-1], found[-1]) if self.intercept else (found, np.zeros(found.shape[1]))
 
-    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> float | None:
+    def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         rows = PenalisedRows(self.model, task.train, lam)
         if self.kernel:
-            return self._kernel_curvature(rows)
+            return self._kernel_curvature(rows), None
         if self.span:
-            return None
+            return None, None
         if len(w) * len(self.weight) * w[0].numel() * max(w[0].numel(), 100) > CERTIFIED:
-            return None
-        return positive(float(torch.linalg.eigvalsh(rows.hessians(rows.scores(w)))[:, 0].min()))
+            return None, None
+        return extremes(rows.hessians(rows.scores(w)))
 
     def _kernel_curvature(self, rows: PenalisedRows) -> float:
         """The smallest penalty, where there are more features than rows; an intercept couples with the means of x.
