@@ -68,12 +68,13 @@ def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
     rest = " The others cannot be told from it." if len(better) + len(worse) < len(others) else ""
     limit = f"the {allowed:.2f} points of Table 3" if allowed is not None else "what the intervals allow"
     holds = 100 * (gap - width) <= (allowed or 0.0)
+    verdict, where = ("holds", "within") if holds else ("does not hold", "beyond")
     yield (
         f"{problem}: {OURS} is number {1 + trained.index(ours)} of {len(trained)} trained learners with "
         f"{percent(ours.accuracy, ours.interval)}; the best other one, {best.learner}, differs by {points(gap, width)} "
         f"points. Above it by more than the intervals: {_listed(better)}. Below it: {_listed(worse)}.{rest} "
-        f"The paper's claim that it is competitive with the other strategies {'holds' if holds else 'does not hold'} here "
-        f"after {ours.images:,} images each: the lead of the best other learner is {'within' if holds else 'beyond'} {limit}."
+        f"The paper's claim that it is competitive with the other strategies {verdict} here "
+        f"after {ours.images:,} images each: the lead of the best other learner is {where} {limit}."
     )
 
 
