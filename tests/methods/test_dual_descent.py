@@ -58,9 +58,9 @@ def test_what_it_does_not_know_is_refused():
             bl.hypergradient(problem, lam, task, **{**good, **changes})
 
     refused("write inner=LinearClassifiers", problem=example.without_encode)
-    refused("knows gradient descent with numbers", dynamics=bl.HeavyBall(0.3, 0.9))
-    refused("knows gradient descent with numbers", dynamics=bl.Adam(0.1))
-    refused("knows gradient descent with numbers", dynamics=bl.GradientDescent(torch.tensor(0.1)))
+    refused("supports gradient descent with numbers", dynamics=bl.HeavyBall(0.3, 0.9))
+    refused("supports gradient descent with numbers", dynamics=bl.Adam(0.1))
+    refused("supports gradient descent with numbers", dynamics=bl.GradientDescent(torch.tensor(0.1)))
     refused("begins at w_0 = 0", start=torch.ones(2, 7, 3))
     moved = bl.Problem(
         problem.inner, problem.outer, lambda lam: 0 * lam["map"][:2, :, None].expand(2, 7, 3), problem.encode

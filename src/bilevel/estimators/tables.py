@@ -98,7 +98,7 @@ class FoldedTable(ABC):
     def score_slopes(self, minimum: Minimum, rows: Tensor, lam: Tensor) -> Tensor:
         """∂(x w_k)/∂λ for rows x of every fold, folds × rows × features of w: folds × rows × outputs × size of λ."""
         solved, inner = minimum.solved_rows(rows), self.problem.inner
-        parts = [(inner.penalty, minimum.w), *minimum.more]  # type: ignore[attr-defined]
+        parts = [(inner.penalty, minimum.w), *minimum.others]  # type: ignore[attr-defined]
         found = [self._pulled(function, lam, solved, bend) for function, bend in parts]
         return torch.stack(found).sum(0)
 

@@ -23,8 +23,8 @@ class DualDescent(Method):
 
         A_{t+1} = d A_t − lr/n (P_t − Y),      u_T = Φ α_T,   u_t = d u_{t+1} − lr/n K J_t u_{t+1}
 
-    so a step costs examples² instead of examples × features operations, for example 25 per class in a 5-way 1-shot
-    episode. ∇E in Φ takes three matrix products at the end. E may be any outer objective.
+    so a step costs examples² operations per class instead of examples × features: 25 in a 5-way 1-shot episode. ∇E in Φ
+    takes three matrix products at the end. E may be any outer objective.
     """
 
     sees_dynamics = False
@@ -46,11 +46,11 @@ class DualDescent(Method):
             lr, momentum = dynamics.heavy_ball_form(t) or (None, None)
             if not isinstance(lr, (int, float)) or momentum != 0:
                 raise BilevelError(
-                    f"DualDescent knows gradient descent with numbers as step sizes, not {dynamics}. Use Reverse()."
+                    f"DualDescent supports gradient descent with numbers as step sizes, not {dynamics}. Use Reverse()."
                 )
         start = process.bound.start()[0]
         if process.previous is not None or bool(start.any()) or reached([start], process.variables):
-            raise BilevelError("DualDescent begins at w_0 = 0, whatever λ is, and this run does not. Use Reverse().")
+            raise BilevelError("DualDescent begins at w_0 = 0, for every λ, and this run does not. Use Reverse().")
 
     def __call__(self, process: Process) -> Hypergradient:
         inner = process.problem.inner
@@ -58,11 +58,11 @@ class DualDescent(Method):
         (features, labels), times = process.bound.task.train, process.times
         with torch.no_grad():
             start = process.bound.start()
-            phi, wanted = features.detach(), F.one_hot(labels.long(), start[0].shape[2]).to(features)
+            phi, targets = features.detach(), F.one_hot(labels.long(), start[0].shape[2]).to(features)
             rates = [float(process.bound.dynamics.heavy_ball_form(t)[0]) / labels.shape[1] for t in times]
             decays = [1 - rate * labels.shape[1] * inner.l2 for rate in rates]
             products = phi @ phi.mT
-            run = _Run(products, wanted, rates, decays)
+            run = _Run(products, targets, rates, decays)
             state = (phi.mT @ run.coefficients[-1], start[1])
         value, (alpha,), direct, last = process.outer_gradients(state)
         gradients = list(direct)
@@ -78,15 +78,15 @@ class DualDescent(Method):
 class _Run:
     """The coefficients A_0…A_T of the iterates and the probabilities P_t of every step."""
 
-    def __init__(self, products: Tensor, wanted: Tensor, rates: list[float], decays: list[float]) -> None:
+    def __init__(self, products: Tensor, targets: Tensor, rates: list[float], decays: list[float]) -> None:
         self.products, self.rates, self.decays = products, rates, decays
         steps = len(rates)
-        self.coefficients = products.new_zeros((steps + 1, *wanted.shape))
-        self.probabilities = products.new_empty((steps, *wanted.shape))
-        self.wanted = wanted
+        self.coefficients = products.new_zeros((steps + 1, *targets.shape))
+        self.probabilities = products.new_empty((steps, *targets.shape))
+        self.targets = targets
         for t in range(steps):
             torch.softmax(products @ self.coefficients[t], 2, out=self.probabilities[t])
-            change = self.probabilities[t] - wanted
+            change = self.probabilities[t] - targets
             torch.sub(decays[t] * self.coefficients[t], change, alpha=rates[t], out=self.coefficients[t + 1])
 
     def back(self, phi: Tensor, alpha: Tensor) -> Tensor:
@@ -96,20 +96,20 @@ class _Run:
         Σ −lr/n (Π d) (P_t − Y) = A_T.
         """
         steps = len(self.rates)
-        seen, passed = phi @ alpha, torch.zeros_like(self.wanted)
-        slopes, later = (torch.empty_like(self.probabilities) for _ in range(2))
+        u, b = phi @ alpha, torch.zeros_like(self.targets)
+        slopes, later_b = (torch.empty_like(self.probabilities) for _ in range(2))
         for t in reversed(range(steps)):
-            weighed = self.probabilities[t] * seen
-            torch.addcmul(weighed, self.probabilities[t], weighed.sum(2, keepdim=True), value=-1, out=slopes[t])
+            weighted = self.probabilities[t] * u
+            torch.addcmul(weighted, self.probabilities[t], weighted.sum(2, keepdim=True), value=-1, out=slopes[t])
             slopes[t] *= self.rates[t]
-            later[t] = passed
-            passed = self.decays[t] * passed + slopes[t]
-            seen = self.decays[t] * seen - self.products @ slopes[t]
+            later_b[t] = b
+            b = self.decays[t] * b + slopes[t]
+            u = self.decays[t] * u - self.products @ slopes[t]
         rates = phi.new_tensor(self.rates)[:, None, None, None]
-        changes = rates * (self.probabilities - self.wanted)
+        changes = rates * (self.probabilities - self.targets)
         # One product for all steps: episodes × examples × (steps · classes) on both sides.
         left, right = (
             torch.cat([x.permute(1, 2, 0, 3).flatten(2) for x in pair], 2)
-            for pair in ((changes, -slopes), (later, self.coefficients[:-1]))
+            for pair in ((changes, -slopes), (later_b, self.coefficients[:-1]))
         )
         return self.coefficients[-1] @ alpha.mT + (left @ right.mT) @ phi

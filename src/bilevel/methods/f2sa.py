@@ -29,11 +29,11 @@ STENCILS: dict[int, dict[int, float]] = {
 # the order of the other's error for order 2; for order 4 it is a bound.
 LOWER = {2: {0: -1.0, 1: 1.0}, 4: {-1: -1 / 2, 1: 1 / 2}}
 POWER = {2: 2, 4: 1}
-# The share of its size by which w is moved: wide enough for solvers that stop at the square root of the precision.
+# The fraction of ‖w‖ by which σ moves w: large enough for solvers that stop at the square root of the precision.
 SHARES = {1: 1e-4, 2: 1e-3, 4: 1e-2}
-# A run that has stopped must have solved its problem to this share of what the outer objective added to it.
+# The largest relative residual of w_σ that is accepted from a run that has stopped moving.
 SOLVED = 1e-3
-# Above this share, w has hardly followed the outer objective, and the result would be of no use.
+# The same for a run that was still moving. Above it, w has hardly responded to σ E, and differences mean nothing.
 UNSOLVED = 0.9
 
 
@@ -44,17 +44,17 @@ class F2SA(Method):
     By the envelope theorem ∇_λ of that minimum is ∇_λ L + σ ∇_λ E at its minimiser w_σ: first derivatives are enough.
     Every w_σ takes T more steps of the dynamics from w_T, with σ E added to the inner objective.
 
-    What it approximates: ∇f, the gradient of the limit, as `Implicit` does. How well: the differences have an error of
-    order σ^order. `stats.residual` is what is left of ∇E in ∇²L dw/dσ + ∇E = 0, measured by gradients, and
-    `stats.error` estimates the distance from ∇f from it, from a stencil of lower order and from the middle of the runs
-    (None for order 1). Where the inner problem is strongly convex, `certify(…, method=F2SA())` bounds that distance:
-    `hypergradient_bound` of the certificate, which says what it estimates.
+    It approximates ∇f, the gradient of the limit, as `Implicit` does. The differences have an error of order σ^order.
+    `stats.residual` is the relative residual of ∇²L dw/dσ + ∇E = 0, measured by gradients. `stats.error` estimates the
+    distance to ∇f from that residual, a stencil of lower order, and the results in the middle of the runs; it is None
+    for order 1. If the inner problem is strongly convex, `certify(…, method=F2SA())` bounds that distance in the
+    `hypergradient_bound` of the certificate.
 
     Args:
-        order: 1 compares w_0 and w_σ, 2 compares w_σ and w_{−σ}, 4 also w_{2σ} and w_{−2σ}. One, two or four inner runs
-            and one with σ = 0, after the first that gives w_T.
-        weight: σ; small against μ over the curvature of E, so that L − σ E still has a minimiser. By default it moves w
-            by 1e-4, 1e-3 or 1e-2 of its size for order 1, 2 or 4, or more in single precision.
+        order: 1 compares w_σ with the minimiser of L, 2 compares w_σ and w_{−σ}, 4 also w_{2σ} and w_{−2σ}. This takes
+            one, two or four inner runs, and one with σ = 0, after the run that gives w_T.
+        weight: σ. It must be small compared with μ divided by the curvature of E, so that L − σ E has a minimiser. The
+            default moves w by 1e-4, 1e-3 or 1e-2 of ‖w‖ for order 1, 2 or 4, and by more in single precision.
     """
 
     order: int = 2
@@ -138,14 +138,14 @@ class _WithOuter(Bound):
 
     def __init__(self, process: Process, sigma: float) -> None:
         super().__init__(process, process.bound.lam, process.bound.task)
-        self.sigma, self.last, self.moves = sigma, process.start, True
+        self.sigma, self.last, self.still_moves = sigma, process.start, True
 
     def loss(self, t: int) -> Callable[[Tree], Tensor]:
         plain = super().loss(t)
         return plain if not self.sigma else lambda w: plain(w) + self.sigma * self.outer((w, ()))
 
     def slopes(self, process: Process, state: State) -> Iterator[list[Tensor]]:
-        """∇_λ (L + σ E) in the middle and at the end of T more steps, with the velocities and moments of the first."""
+        """∇_λ (L + σ E) in the middle and at the end of T more steps, from the state of the run to w_T."""
         times = process.times
         for part in (times[: len(times) // 2], times[len(times) // 2 :]):
             before = state[0]
@@ -157,17 +157,17 @@ class _WithOuter(Bound):
                     f"With {self.sigma:.3g} times the outer objective added, the inner problem diverged, although "
                     "without it did not: L − σ E has no minimiser. Pass a smaller F2SA(weight=…), or order=1."
                 )
-            self.last, self.moves = state[0], float(trees.norm(trees.subtract(state[0], before))) > 0
+            self.last, self.still_moves = state[0], float(trees.norm(trees.subtract(state[0], before))) > 0
             with torch.enable_grad():
                 value = self.loss(times[-1])(trees.detach(state[0]))
             parts = torch.autograd.grad(value, process.variables, allow_unused=True)
             yield [torch.zeros_like(x) if g is None else g for x, g in zip(process.variables, parts, strict=True)]
 
     def residual(self, plain: _WithOuter, t: int) -> float:
-        """How far w_σ is from solving its problem, beside what the run without E left, relative to what σ E changed."""
+        """The residual of w_σ, minus that of the run without E, relative to the change that σ E made."""
         with torch.no_grad():
-            left, other = (run._left(t) for run in (self, plain))
-            if left is None or other is None:
+            slope, plain_slope = (run._slope_at_rest(t) for run in (self, plain))
+            if slope is None or plain_slope is None:
                 moved = trees.subtract(self.last, plain.last)
                 rest = [
                     trees.subtract(run.dynamics.stationary_step(run.loss(t), run.last, t), run.last)
@@ -176,17 +176,17 @@ class _WithOuter(Bound):
                 change, scale = trees.subtract(*rest), float(trees.norm(moved))
             else:
                 added = gradient(lambda w: self.sigma * self.outer((w, ())), self.last)
-                change, scale = trees.subtract(left, other), float(trees.norm(added))
+                change, scale = trees.subtract(slope, plain_slope), float(trees.norm(added))
         found = float(trees.norm(change)) / scale if scale > 0 else math.inf
-        if not found <= (UNSOLVED if self.moves else SOLVED):
+        if not found <= (UNSOLVED if self.still_moves else SOLVED):
             raise BilevelError(
-                "F2SA compares inner solutions that differ little, but the run ended, at a tolerance of its own "
-                f"or after too few steps, before w had followed the outer objective (relative residual {found:.2g}). "
+                "F2SA compares inner solutions that differ little, but a run ended, at a tolerance of its own or after "
+                f"too few steps, before w had responded to the outer objective (relative residual {found:.2g}). "
                 "Pass a smaller tolerance to the dynamics, a larger F2SA(weight=…), or more steps."
             )
         return found
 
-    def _left(self, t: int) -> Tree | None:
+    def _slope_at_rest(self, t: int) -> Tree | None:
         """The gradient that is zero at the minimiser; None for proximal dynamics."""
         if self.dynamics.stationary_step(self.loss(t), self.last, t) is not None:
             return None
@@ -194,8 +194,8 @@ class _WithOuter(Bound):
 
 
 def _weight(bound: Bound, w: Tree, t: int, order: int) -> float:
-    """σ that moves w by a small share of its size, or of the length over which ∇E changes, from the curvatures along
-    ∇E."""
+    """The σ that moves w by a small fraction of ‖w‖, or of the length over which ∇E changes, computed from curvatures
+    along ∇E."""
     leaves, spec = trees.flatten(trees.detach(w))
 
     def slope(objective: Callable[[Tree], Tensor], at: Tensor) -> Tensor:

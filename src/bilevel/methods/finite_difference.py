@@ -20,9 +20,9 @@ class FiniteDifference(Method):
     """Algorithm 1 with u ∇²L ≈ (∇L(w + h u) − ∇L(w − h u)) / (2 h): the architecture gradient of DARTS (Liu et al.,
     2019), for any dynamics and any number of steps.
 
-    What it approximates: ∇f_T, or with `k` its part through the last k steps, as `Truncated(k)`. How well: the
-    differences have a relative error of order h², 1e-9 in double and 1e-4 in single precision for a smooth L, but they
-    have no certificate: where L has kinks, they may cross one. DARTS is `solve(steps=1, start="warm",
+    It approximates ∇f_T, or with `k` its part through the last k steps, as `Truncated(k)` does. For a smooth L the
+    differences have a relative error of order h²: 1e-9 in double and 1e-4 in single precision. There is no certificate,
+    because a difference may cross a kink of L. DARTS is `solve(steps=1, start="warm",
     method=FiniteDifference())`.
 
     The inner objective is differentiated once only, so it may contain operations without a second derivative. A step
@@ -43,7 +43,7 @@ class FiniteDifference(Method):
     def check(self, process: Process) -> None:
         if self.k is not None and (not isinstance(self.k, int) or self.k < 1):
             raise BilevelError(
-                f"FiniteDifference(k={self.k!r}) looks back over no step. Pass k ≥ 1, or None for all steps."
+                f"FiniteDifference(k={self.k!r}) differentiates no step. Pass k ≥ 1, or None for all steps."
             )
         if self.width is not None and not 0 < self.width < 1:
             raise BilevelError(

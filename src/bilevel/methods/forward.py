@@ -34,10 +34,10 @@ class Forward(Method):
 
     def check(self, process: Process) -> None:
         if self.chunk is not None and self.chunk < 1:
-            raise BilevelError(f"Forward(chunk={self.chunk}) propagates nothing; pass chunk ≥ 1 or None.")
+            raise BilevelError(f"Forward(chunk={self.chunk}) propagates no column; pass chunk ≥ 1 or None.")
 
     def prepare(self, process: Process) -> None:
-        """Check that the products of this method are those of reverse mode."""
+        """Check that the Jacobian-vector products of this method agree with reverse mode."""
         if not process.problem.check_derivatives:
             return
         bound, variables = process.bound, process.variables

@@ -36,9 +36,9 @@ class Reverse(Method):
 
     The forward run keeps iterates only. The backward pass replays the steps, so memory does not grow with T times the
     activations of a step. It holds the graph of one step at a time, or of a group of small steps that together take up
-    to 64 MB and share one kept iterate. The last group is recorded in its first run. `stats.peak_memory` is the sum in
-    bytes of tensors; the nodes of a graph add about 16 kB a step, and the memory of the process may grow by twice as
-    much.
+    to 64 MB and share one kept iterate. The last group is recorded in its first run. `stats.peak_memory`
+    counts the bytes of tensors. The nodes of a graph add about 16 kB a step, and the operating system may report twice
+    as much.
 
     Args:
         checkpoints: None keeps all T iterates. "sqrt" records more steps together, m = √(T |w| / |graph|) of them, and
@@ -99,7 +99,7 @@ class Reverse(Method):
         return self._finish(process, sweep, steps, memory, plan)
 
     def _plan(self, process: Process, start: State) -> tuple[int, int | None, Plan | None]:
-        """How many steps are recorded together, how many iterates are kept (None: all), and the plan of `memory`."""
+        """How many steps are recorded together, how many iterates are kept (None: all), and the plan for `memory`."""
         size, recorded = group_size(process, self.group_bytes, start), NODE_BYTES + process.recorded_bytes(start)
         if self.memory is not None and process.steps:
             sizes = self.sizes(process)
@@ -125,14 +125,14 @@ class Reverse(Method):
 
     @property
     def saves_memory(self) -> bool:
-        """Whether it was asked to need less memory than by default."""
+        """Whether the settings ask for less memory than the defaults."""
         return self.checkpoints is not None or self.memory is not None or self.group_bytes < GROUP_BYTES
 
     def prepare(self, process: Process) -> tuple[int, int] | None:
         return _measure(process) if self.memory is not None and process.steps else None
 
     def sizes(self, process: Process) -> Sizes:
-        """What `memory` is divided among."""
+        """The sizes in bytes from which a plan for `memory` is made."""
         state, workspace = process.check_results.prepared or _measure(process)
         recorded = NODE_BYTES + process.check_results.graph_bytes + state
         return Sizes(process.steps, state, recorded, workspace + state + trees.nbytes(process.variables))
@@ -195,15 +195,15 @@ class Sweep:
         self.process = process
         self.value, self.alpha, self.gradients, self.last = process.outer_gradients(state, times)
         # The state that the next replay must reproduce. One comparison is enough to find an impure step.
-        self._arrival: State | None = state if times else None
+        self._expected: State | None = state if times else None
 
     def through(self, state: State, times: range) -> None:
         """Back through the steps `times`, replayed from the state before them."""
         alpha, parts, replayed = steps_vjp(self.process.bound, state, times, self.alpha, self.process.variables)
         self.add(alpha, parts)
-        if self._arrival is not None:
-            refuse_impure(self._arrival, replayed, f"Step {times[-1]} gave another result")
-            self._arrival = None
+        if self._expected is not None:
+            refuse_impure(self._expected, replayed, f"Step {times[-1]} gave another result")
+            self._expected = None
 
     def through_start(self) -> None:
         self.add(self.alpha, start_vjp(self.process.bound, self.alpha, self.process.variables))
@@ -223,7 +223,7 @@ def advance(process: Process, state: State, groups: list[range]) -> State:
 
 
 def _measure(process: Process) -> tuple[int, int]:
-    """The bytes of a state, and those that are allocated at most while a step is recorded and differentiated."""
+    """The bytes of a state, and the peak that is allocated while one step is recorded and differentiated."""
     bound, first = process.bound, process.times[:1]
     with torch.no_grad():
         state = bound.start()

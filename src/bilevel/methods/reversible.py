@@ -19,7 +19,7 @@ from bilevel.errors import BilevelError, DivergenceError
 from bilevel.methods.reverse import Sweep
 from bilevel.trees import Tree
 
-# Integers stay below this.
+# The absolute values of w and v, as integers, stay below this.
 LIMIT = 2**61
 
 
@@ -43,7 +43,7 @@ class Reversible(Method):
 
     def check(self, process: Process) -> None:
         if not isinstance(self.bits, int) or not 16 <= self.bits <= 56:
-            raise BilevelError(f"Reversible(bits={self.bits!r}) leaves no room; pass 16 to 56.")
+            raise BilevelError(f"Reversible(bits={self.bits!r}) is out of range; pass 16 to 56.")
         if process.steps:
             _momentum(process.bound, process.times.start)
             _momentum(process.bound, process.times.stop - 1)
@@ -119,7 +119,7 @@ class ExactMomentum:
         for i, erased in enumerate(self.erased):
             self.v[i] = momentum.stretch(erased.multiply(self.v[i], momentum, t)) - push[i]
             self.w[i] = self.w[i] + self.v[i]
-            # Half of the range of int64, so that the next sum cannot overflow before it is checked.
+            # A quarter of the range of int64, so that the next sum cannot overflow before it is checked.
             if max(_largest(self.w[i]), _largest(self.v[i])) >= LIMIT:
                 self._raise_divergence(t)
 
@@ -148,7 +148,7 @@ def _momentum(bound: Bound, t: int) -> float:
     if not 0.05 <= momentum <= 1:
         raise BilevelError(
             f"Reversible needs a momentum in [0.05, 1], but {name} has {momentum:.3g} at step {t}: without momentum a "
-            "step erases what it would take to undo it. Use Reverse('sqrt')."
+            "step loses the digits that are needed to undo it. Use Reverse('sqrt')."
         )
     return momentum
 
@@ -171,7 +171,7 @@ class Ratio:
         return (x.double() * self.k).round().to(torch.int64)
 
     def stretch(self, x: Tensor) -> Tensor:
-        """x + round(k·x), which is one-to-one because it never decreases."""
+        """x + round(k·x), which is one-to-one because it is strictly increasing."""
         return x + self._remainder(x) if self.k else x
 
     def shrink(self, y: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class ErasedDigits:
     bound: int = 0
 
     def multiply(self, v: Tensor, ratio: Ratio, t: int) -> Tensor:
-        """About v·n/d."""
+        """Approximately v·n/d, in a form that `divide` inverts exactly."""
         if (self.bound + 1) * ratio.d >= 2**62:
             self.full.append(self.digits)
             self.spilled_at.append(t)

@@ -30,14 +30,14 @@ class Truncated(Method):
     def check(self, process: Process) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise BilevelError(
-                f"Truncated(k={self.k!r}) looks back over no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics."
+                f"Truncated(k={self.k!r}) differentiates no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics."
             )
         dynamics = process.bound.dynamics
         if dynamics.stops and self.k < process.steps:
             raise BilevelError(
                 f"Truncated(k={self.k}) differentiates the last k of {process.steps} steps, but {dynamics} may stop "
-                "before them, and their derivative would be that of w standing still. Use Reverse(), which "
-                "differentiates all steps, or Implicit()."
+                "before them: w then no longer changes, and the derivative through the earlier steps would be lost. "
+                "Use Reverse(), which differentiates all steps, or Implicit()."
             )
 
     def sees(self, process: Process) -> frozenset[Part]:

@@ -21,22 +21,22 @@ from bilevel.errors import BilevelError
 class ZeroOrder(Method):
     """g = (1/n) Σ_i u_i (f_T(λ + σ u_i) − f_T(λ − σ u_i)) / (2 σ), with random directions u_i of length √d.
 
-    For what has no gradient: the outer objective may be an accuracy, the dynamics may round or choose, and f_T may be
-    too rough to be differentiated (`bilevel.roughness`), because g is an unbiased estimate of the gradient of f_T
-    averaged over a ball of radius σ√d.
+    It is for functions without a gradient: the outer objective may be an accuracy, the dynamics may round or branch,
+    and f_T may be too rough to be differentiated (`bilevel.roughness`). g is an unbiased estimate of the gradient of
+    f_T averaged over a ball of radius σ√d, and with a small σ approximates ∇f_T.
 
-    What it approximates: the gradient of that average; with a small σ, ∇f_T. How well: with n ≥ d directions, where d
-    is the number of values in λ, up to the error σ² of central differences. With n < d directions the expected error is
-    √(d/n − 1) ‖∇f_T‖, which `stats.error` estimates. It has no certificate.
+    With n ≥ d directions, where d is the number of values in λ, the error is that of central differences, of order σ².
+    With n < d directions the expected error is √(d/n − 1) ‖∇f_T‖, which `stats.error` estimates. There is no
+    certificate.
 
     Directions are drawn in orthogonal groups and used with both signs. They are a function of `seed` and λ: two calls
-    with the same λ agree, also for several tasks, and every hyperiteration sees other directions. Batches are functions
-    of t, so all runs of a call see the same ones.
+    with the same λ agree, also for several tasks, and every hyperiteration draws other directions. Batches are
+    functions of t, so all runs of a call use the same ones.
 
     Args:
-        pairs: n; 2 n + 1 runs of the inner problem.
-        sigma: σ. By default as small as rounding allows, for a smooth f_T; for an accuracy, take a change of λ that
-            changes it.
+        pairs: n, the number of directions. The inner problem is run 2 n + 1 times.
+        sigma: σ. The default is as small as rounding allows, which suits a smooth f_T. For an accuracy, pass a σ that
+            moves λ enough to change the accuracy.
         seed: of the directions.
     """
 
@@ -63,7 +63,7 @@ class ZeroOrder(Method):
 
     def prepare(self, process: Process) -> frozenset[int]:
         """The leaves of λ that f_T does not depend on."""
-        lam, value = _Line(process), _value(process)
+        lam, value = _LamVector(process), _value(process)
         width, count = self._radius(lam) / lam.point.numel() ** 0.5, lam.point.numel()
         unused, first = set[int](), 0
         for index, (path, leaf) in enumerate(zip(trees.paths(process.lam), trees.leaves(process.lam), strict=True)):
@@ -77,7 +77,7 @@ class ZeroOrder(Method):
             if not process.allow_unused:
                 raise BilevelError(
                     f"f_T did not change when λ{path} moved by up to {100 * width:.2g} in a random direction: it "
-                    "reaches neither objective, or sigma is too small to see it. Remove it from λ, pass a larger "
+                    "reaches neither objective, or sigma is too small to show it. Remove it from λ, pass a larger "
                     "ZeroOrder(sigma=…), or allow_unused=True to have its gradient be zero."
                 )
             unused.add(index)
@@ -87,7 +87,7 @@ class ZeroOrder(Method):
         state = process.run()
         with torch.no_grad():
             value = process.bound.outer(state).detach()
-        lam = _Line(process)
+        lam = _LamVector(process)
         count = lam.point.numel()
         per_group, groups, radius = min(self.pairs, count), max(1, self.pairs // count), self._radius(lam)
         generator = torch.Generator().manual_seed(zlib.crc32(lam.point.numpy().tobytes(), self.seed))
@@ -114,13 +114,13 @@ class ZeroOrder(Method):
             error=math.sqrt(spread) if per_group < count else None,
         )
 
-    def _radius(self, lam: _Line) -> float:
+    def _radius(self, lam: _LamVector) -> float:
         """How far λ is moved."""
         root = lam.point.numel() ** 0.5
         return self.sigma * root if self.sigma is not None else lam.width * (1 + float(lam.point.norm()) / root)
 
 
-class _Line:
+class _LamVector:
     """λ as a vector in double precision, and f_T at points that differ from it by a move."""
 
     def __init__(self, process: Process) -> None:

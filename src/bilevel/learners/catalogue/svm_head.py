@@ -18,7 +18,7 @@ from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, SolvedHead, of_unit_curvature, row_weights
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, started
+from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, start_of
 
 NEWTON_STEPS, ROUNDS = 10, 40
 
@@ -135,11 +135,11 @@ class ActiveFace(MinimiserMethod):
         w, face = self._minimiser(process, kernel, step[0])
         value, slope, direct = self.outer_slope(process, w)
         q = face.solve(kernel, slope)
-        return self.combined(process, w, q, value, direct, peak_memory=4 * w.nbytes)
+        return self.from_adjoint(process, w, q, value, direct, peak_memory=4 * w.nbytes)
 
     def _minimiser(self, process: Process, kernel: Tensor, lr: float) -> tuple[Tensor, _Face]:
         inner: Any = process.problem.inner
-        lam, batch, w = process.bound.lam, process.bound.task.train, started(process)
+        lam, batch, w = process.bound.lam, process.bound.task.train, start_of(process)
 
         def moved(point: Tensor) -> Tensor:
             image: Tensor = Simplex().project(point - lr * inner.slope(point, lam, batch))

@@ -16,7 +16,7 @@ from bilevel.linear_solvers.base import Operator
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.trees import Tree
 
-# Products for each norm of a matrix.
+# Matrix-vector products for each estimate of a matrix norm.
 PRODUCTS = 20
 
 
@@ -63,7 +63,7 @@ def error_bound(process: Process, u: Tree, radius: float, mu: float, found: Tree
 
 
 def _jacobian_norm(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
-    """‖∂outputs/∂inputs‖, from above, as far as Lanczos' method on JᵀJ tells."""
+    """‖J‖ for J = ∂outputs/∂inputs, the upper estimate of Lanczos' method on JᵀJ."""
     recorded = [out for out in outputs if out.requires_grad]
     if not recorded:
         return 0.0

@@ -1,4 +1,4 @@
-"""A warning where the map of a fixed point has a kink: an active set that is degenerate has no derivative."""
+"""Warn of a kink of the fixed-point map: at a degenerate active set, f has no derivative."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bilevel.errors import BilevelWarning
 from bilevel.linear_solvers.base import random_directions
 from bilevel.trees import Tree
 
-# A slope that changes by more than this within the distance that is looked at is a kink.
+# A slope that changes by more than this between w − d and w + d counts as a kink.
 JUMP = 1e-2
 
 
 @torch.no_grad()
 def warn_of_kinks(step: Callable[[Tree], Tree], w: Tree) -> None:
-    """Compare Φ(w + d) + Φ(w − d) with 2Φ(w) for a small d in all directions: for a smooth Φ the difference is of the
-    size of d².
+    """Compare Φ(w + d) + Φ(w − d) with 2Φ(w) for a small d without zero entries: for a smooth Φ the difference is
+    of order d².
 
     Only in float64: in float32 the smallest d that rounding allows crosses kinks that do not matter.
     """
@@ -34,7 +34,7 @@ def warn_of_kinks(step: Callable[[Tree], Tree], w: Tree) -> None:
 
     centre = image(vector)
     scale = float(vector.abs().max()) or 1.0
-    # Kinks are found if w is nearer to them than this; w itself is that far from its limit.
+    # Kinks within this distance of w are found. It is at least ten times what one more step changes in w.
     reach = max(1e-6 * scale, 10 * float((centre - vector).abs().max()))
     if not reach < 1e-3 * scale:
         return
@@ -46,8 +46,8 @@ def warn_of_kinks(step: Callable[[Tree], Tree], w: Tree) -> None:
         warnings.warn(
             f"The fixed point that Implicit differentiates has a kink within {reach:.1g} of w_T: the slope of the step "
             f"jumps by {float(jumps[where]):.2g} in entry {where} of w. A constraint or a threshold is just active "
-            "there, with a multiplier of zero (a degenerate active set), so that f has no derivative, and the result "
-            "is that of one side. Move λ a little, or add a smooth penalty.",
+            "there, with a multiplier of zero (a degenerate active set), so f has no derivative, and the result is "
+            "the derivative on one side. Move λ a little, or add a smooth penalty.",
             BilevelWarning,
             stacklevel=4,
         )

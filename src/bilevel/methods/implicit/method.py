@@ -48,8 +48,8 @@ class Implicit(Method):
     itself, pass `condition="fixed-point"`.
 
     Args:
-        solver: for the linear system; None takes CG() for a Hessian and FixedPoint() for a fixed point, or GMRES() for
-            a fixed point that the problem itself declares.
+        solver: of the linear system. None means CG() for a Hessian, FixedPoint() for a fixed point, and GMRES() for a
+            fixed point that the problem itself declares.
         condition: "auto", or "fixed-point" to differentiate w = Φ_T(w, λ) of a smooth dynamics too.
         newton: after the T steps (one is enough), continue by Newton's method, with CG, until ‖∇_w L‖ is at most this.
             Value and gradient are those at the resulting point.
@@ -235,8 +235,8 @@ class Implicit(Method):
         ]
 
 
-# The points, the map F(points, λ) whose zero defines them (up to the sign of the identity), that sign, and whether ∂F
-# is symmetric.
+# (points, form, sign, symmetric). The points satisfy form(points, λ) = 0 if the sign is 1, and form(points, λ) = points
+# if it is −1. `symmetric` says whether the derivative of form in the points is symmetric.
 System = tuple[list[Tensor], list[Tensor], float, bool]
 
 

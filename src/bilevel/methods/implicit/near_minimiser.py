@@ -85,7 +85,7 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
         return bound.outer((w, ()))
 
     slope, operator = hessian(outer, u)
-    # It enters the bounds with the square of a small radius, so a rough estimate is enough.
+    # The curvature enters the bounds with the square of a small radius, so a rough estimate is target.
     spectrum = lanczos(operator, slope, 5)
     curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
     with torch.no_grad():
@@ -109,7 +109,7 @@ def newton(
     limit: int = 50,
     inverse: Callable[[Tensor], Tensor] | None = None,
 ) -> NewtonPoint:
-    """Continue from w by truncated Newton steps until ‖∇L‖ ≤ tol, or until no step reduces the slope along it.
+    """Continue from w by truncated Newton steps until ‖∇L‖ ≤ tol, or until no step reduces the derivative along it.
 
     Each linear system is solved by CG, only as accurately as the step needs, and preconditioned by `inverse`. Its
     residual is not measured, because ∇L is computed after the step anyway.
@@ -158,9 +158,9 @@ def _by_newton(process: Process, w: Tree, t: int, mu: float) -> NearMinimiser:
     slope, operator = hessian(loss, w)
     first = best = float(slope.norm())
     u = w
-    enough = mu * RELATIVE_DISTANCE * float(trees.norm(w))
+    target = mu * RELATIVE_DISTANCE * float(trees.norm(w))
     for _ in range(5):
-        if best <= enough:
+        if best <= target:
             break
         try:
             step = CG(tol=1e-12).solve(operator, slope).x
@@ -182,7 +182,7 @@ def _by_proximal_steps(process: Process, w: Tree, t: int, mu: float, nu: float) 
     small."""
     bound = process.bound
     if bound.dynamics.equations:
-        # Its map need not contract as a proximal step does. Newton's method on ½‖w − Φ(w)‖² does not ask for it.
+        # The map of declared equations need not be a contraction, and Newton's method on ½‖w − Φ(w)‖² needs none.
         return None
     with torch.no_grad():
         after = bound.dynamics.stationary_step(bound.loss(t), w, t)

@@ -52,7 +52,7 @@ def inverse_at(preconditioner: Preconditioner, process: Process, w: Tree) -> Cal
 
 
 def _refuse_unless_symmetric(apply: Callable[[Tensor], Tensor], like: Tensor) -> None:
-    """The test needs no product with the Hessian. Its tolerance allows a factor in another precision."""
+    """Compare ⟨u, Mv⟩ with ⟨v, Mu⟩, with a tolerance that allows a factor computed in another precision."""
     u, v = random_directions(2, like, seed=1)
     mu, mv = apply(u), apply(v)
     left, right = float(torch.dot(u, mv)), float(torch.dot(v, mu))

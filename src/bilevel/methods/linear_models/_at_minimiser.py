@@ -1,4 +1,4 @@
-"""What the methods for linear models share: they differentiate ∇L(w_λ, λ) = 0 at the minimiser w_λ itself."""
+"""Base classes of the methods for linear models, which differentiate ∇L(w_λ, λ) = 0 at the minimiser w_λ itself."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Minimum:
         w: the minimisers, folds × outputs × features.
         solve: H_k⁻¹ b_k for every fold (on the support of w_k, where there is an L1 penalty), for one b of the shape of
             w or for many: folds × right sides × outputs × features.
-        apart: H_k has a block for each output and no others.
-        more: functions of λ beside the penalties at which w is the minimiser, and the derivative of ∇L in their values.
-        bytes: what the Hessians or their factors take.
-        in_weights: q ↦ ⟨q, ∂∇L⟩ with the derivative in the weights of rows, where these depend on λ.
+        apart: whether H_k is block-diagonal, with one block per output.
+        more: pairs of a function of λ, other than the penalties, and the derivative of ∇L in its values.
+        bytes: the memory that the Hessians or their factors take.
+        in_weights: q ↦ ⟨q, ∂∇L/∂ω⟩ for the weights ω of the rows; None if they do not depend on λ.
     """
 
     w: Tensor
     solve: Callable[[Tensor], Tensor]
-    apart: bool = True
-    more: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
+    block_diagonal: bool = True
+    others: tuple[tuple[FunctionOfLam, Tensor], ...] = ()
     bytes: int = 0
     in_weights: Callable[[Tensor], Tensor] | None = None
 
@@ -46,10 +46,10 @@ class Minimum:
         """x_i H_k⁻¹ for the rows x_i of every fold, folds × rows × features.
 
         The result has the shape folds × rows × outputs × outputs × features: how the score of one output depends on
-        the slope in the coefficients of another. Where outputs are apart, the second of them has size 1: itself.
+        the slope in the coefficients of another. If the Hessian is block-diagonal, the second output axis has size 1.
         """
         folds, outputs, size = self.w.shape
-        if self.apart:
+        if self.block_diagonal:
             return self.solve(rows[:, :, None].expand(-1, -1, outputs, -1))[:, :, :, None]
         units = torch.eye(outputs, dtype=rows.dtype)[:, :, None]
         found = self.solve((rows[:, :, None, None] * units).reshape(folds, -1, outputs, size))
@@ -61,7 +61,7 @@ class MinimiserMethod(Method):
     """∇f = ∇_λ E − ⟨q, ∂_λ ∇L⟩ with ∇²L q = ∇_w E at w_λ, for an inner objective whose structure is known.
 
     The minimiser is computed from the data. The T steps are not run, so value and gradient are those of the limit f, as
-    with `Implicit(newton=…)`; the run's start is where iterative methods begin.
+    with `Implicit(newton=…)`. Iterative methods start from the w_0 of the run.
     """
 
     exact: ClassVar[bool] = False
@@ -122,41 +122,41 @@ class MinimiserMethod(Method):
             )
 
     def outer_slope(self, process: Process, w: Tensor) -> tuple[Tensor, Tensor, Gradients | None]:
-        """E, ∇_w E and ∇_λ E at w. A declared outer objective leaves the part in λ, as None, to `combined`."""
+        """E, ∇_w E and ∇_λ E at w. ∇_λ E is None for a declared outer objective; `from_adjoint` then adds it."""
         outer = process.problem.outer
         if isinstance(outer, HeldOut) and not process.encoded:
             return *outer.loss_and_slope(w, process.bound.task.val), None
         value, (slope,), direct, _ = process.outer_gradients((w, ()))
         return value, torch.zeros_like(w) if slope is None else slope, direct
 
-    def combined(
+    def from_adjoint(
         self,
         process: Process,
         w: Tensor,
         q: Tensor,
         value: Tensor,
         direct: Gradients | None,
-        beside: Tensor | None = None,
+        extra_slope: Tensor | None = None,
         kept: Any = None,
         penalty_slope: Tensor | None = None,
-        more: Sequence[tuple[Callable[..., Tensor], Tensor]] = (),
+        others: Sequence[tuple[Callable[..., Tensor], Tensor]] = (),
         **stats: Any,
     ) -> Hypergradient:
         """The hypergradient from the adjoint q.
 
         Args:
-            value: E, and
-            direct: ∇_λ E, both as `outer_slope` gave them.
-            beside: what the condition at w_λ has beside ∇L.
-            kept: what the next hypergradient may begin with; q by default.
-            penalty_slope: the derivative of E in the penalties α at which w is the minimiser; −⟨q, ∂α w⟩ by default.
-            more: other functions of λ at which w is the minimiser, with the derivative of E in their values.
+            value: E, from `outer_slope`.
+            direct: ∇_λ E, from `outer_slope`.
+            beside: what is added to ∇L in the condition at w_λ, such as the subgradient of an L1 penalty.
+            kept: the `adjoint` of the result, with which the next hypergradient may start; q by default.
+            penalty_slope: the derivative of f in the penalties α through w; −⟨q, ∂α w⟩ by default.
+            more: pairs of a function of λ, other than the penalties, and the derivative of f in its values.
         """
         inner: Any = process.problem.inner
         outer, bound = process.problem.outer, process.bound
         gradients: Gradients = [None] * len(process.variables) if direct is None else list(direct)
-        # Functions of λ, what their derivatives are multiplied with, and their data.
-        parts: list[tuple[Any, Any, tuple[Any, ...]]] = [(function, v, ()) for function, v in more]
+        # Functions of λ, the cotangents of their values, and their data.
+        parts: list[tuple[Any, Any, tuple[Any, ...]]] = [(function, v, ()) for function, v in others]
         terms: list[Tensor] = []
         if direct is None:
             assert isinstance(outer, DeclaredOuter)
@@ -180,8 +180,8 @@ class MinimiserMethod(Method):
         with torch.enable_grad():
             if process.encoded:
                 terms.append(-(q * inner.slope(w, bound.lam, bound.task.train)).sum())
-            if beside is not None:
-                terms.append(-(q * beside).sum())
+            if extra_slope is not None:
+                terms.append(-(q * extra_slope).sum())
             total = sum(terms) if terms else None
         if isinstance(total, Tensor) and total.requires_grad:
             through = torch.autograd.grad(total, process.variables, allow_unused=True, retain_graph=True)
@@ -192,7 +192,7 @@ class MinimiserMethod(Method):
     def left_out(self, process: Process, found: LeaveOneOutSlopes, alpha: Tensor, **stats: Any) -> Hypergradient:
         """The hypergradient of an outer objective that is a `LeaveOneOut`."""
         w, q = found.w[None], found.adjoint[None]
-        return self.combined(process, w, q, found.value, None, penalty_slope=found.in_penalty(alpha), **stats)
+        return self.from_adjoint(process, w, q, found.value, None, penalty_slope=found.in_penalty(alpha), **stats)
 
 
 class LinearModelMethod(MinimiserMethod):
@@ -206,36 +206,36 @@ class LinearModelMethod(MinimiserMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
-        more: list[Any] = [(function, -(q * bend).sum((0, 1))) for function, bend in found.more]
+        others: list[Any] = [(function, -(q * bend).sum((0, 1))) for function, bend in found.others]
         if found.in_weights is not None and not process.encoded:
             inner: Any = process.problem.inner
-            more.append((inner.weight, -found.in_weights(q)))
+            others.append((inner.weight, -found.in_weights(q)))
         memory = found.bytes + 4 * found.w.nbytes
-        return self.combined(process, found.w, q, value, direct, more=more, peak_memory=memory)
+        return self.from_adjoint(process, found.w, q, value, direct, others=others, peak_memory=memory)
 
 
-def by_leave_one_out(process: Process) -> LeaveOneOut | None:
-    """The outer objective if it is a `LeaveOneOut` of the inner one's penalties, differentiable without autograd."""
+def declared_leave_one_out(process: Process) -> LeaveOneOut | None:
+    """The outer objective if it is a `LeaveOneOut` with the penalties of the inner objective; otherwise None."""
     inner, outer = process.problem.inner, process.problem.outer
     if not isinstance(outer, LeaveOneOut) or outer.penalty is not getattr(inner, "penalty", None) or process.encoded:
         return None
     return outer
 
 
-def started(process: Process) -> Tensor:
-    """Where an iterative method begins."""
+def start_of(process: Process) -> Tensor:
+    """The w_0 of the run, from which an iterative method starts."""
     return process.bound.start()[0].detach()
 
 
 def flattened(solve: Solver) -> Solver:
-    """The solver for right sides of the shape folds × … × size."""
+    """`solve` for right sides of any shape folds × … × size."""
     return lambda right: solve(right.reshape(len(right), -1, right.shape[-1])).reshape(right.shape)
 
 
 def cholesky_solver(matrices: Tensor) -> Solver:
     """A function that solves A_k x_k = b_k for every k, with b and x of the shape folds × right sides × size.
 
-    The least-norm solution is taken where penalties at the rounding level of A leave it singular.
+    If a matrix is numerically singular, because its penalties are tiny, the least-norm solution is returned.
     """
     factors, failed = torch.linalg.cholesky_ex(matrices)
     if not bool(failed.any()):

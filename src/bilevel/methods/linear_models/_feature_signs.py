@@ -9,9 +9,9 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 STEPS = 2_000
-# Coefficients that are freed at once.
+# The number of coefficients that are freed at once.
 FREED = 10
-# Added to the curvatures, relatively: where more coefficients are free than there are rows, the matrix is singular.
+# Added to the diagonal, relative to it: with more free coefficients than rows the matrix would be singular.
 RIDGE = 1e-12
 
 
@@ -20,8 +20,8 @@ def feature_sign_search(matrix: Array, linear: Array, l1: Array, w: Array, posit
 
     With fixed signs on the support, the minimiser solves a linear system. A step goes towards it, as far as the
     objective falls; coefficients that become zero there leave the support. Where the signs are right, the coefficients
-    that violate the optimality conditions most are freed. Every step lowers the objective, so that no signs come
-    twice.
+    that violate the optimality conditions most are freed. Every step lowers the objective, so no pattern of
+    signs occurs twice.
 
     Args:
         positive: allow no negative coefficients.
@@ -31,56 +31,56 @@ def feature_sign_search(matrix: Array, linear: Array, l1: Array, w: Array, posit
     """
     matrix = matrix + np.diag(RIDGE * matrix.diagonal())
     w = np.where(w > 0, w, 0.0) if positive else w.copy()
-    signs, fresh = np.sign(w), np.zeros(len(w), dtype=bool)
-    nothing = 1e-11 * np.abs(linear).max(initial=0.0)
+    signs, freed = np.sign(w), np.zeros(len(w), dtype=bool)
+    tolerance = 1e-11 * np.abs(linear).max(initial=0.0)
     for _ in range(STEPS):
-        on = np.flatnonzero(signs)
-        if len(on):
-            block, sign, here = matrix[np.ix_(on, on)], signs[on], w[on]
-            target = np.linalg.solve(block, linear[on] - l1[on] * sign)
-            step = target - here
+        support = np.flatnonzero(signs)
+        if len(support):
+            block, sign, current = matrix[np.ix_(support, support)], signs[support], w[support]
+            target = np.linalg.solve(block, linear[support] - l1[support] * sign)
+            step = target - current
             # A coefficient that was freed with others, and would move against its sign, stays at zero.
-            wrong = fresh[on] & (step * sign <= 0)
+            wrong = freed[support] & (step * sign <= 0)
             if wrong.any():
-                signs[on[wrong]] = 0
+                signs[support[wrong]] = 0
                 continue
-            fresh[:] = False
+            freed[:] = False
             if (target * sign <= 0).any():
-                w[on] = _towards(here, step, sign, l1[on], block, positive)
-                signs[on] = np.sign(w[on])
+                w[support] = _line_minimiser(current, step, sign, l1[support], block, positive)
+                signs[support] = np.sign(w[support])
                 continue
-            w[on] = target
+            w[support] = target
         slope = linear - matrix @ w
         violation = np.where(signs == 0, (slope if positive else np.abs(slope)) - l1, 0.0)
         worst = np.argsort(-violation)[:FREED]
-        fresh[worst] = violation[worst] > nothing
-        if not fresh.any():
+        freed[worst] = violation[worst] > tolerance
+        if not freed.any():
             break
-        signs[fresh] = np.sign(slope[fresh])
+        signs[freed] = np.sign(slope[freed])
     return w
 
 
-def _towards(w: Array, step: Array, sign: Array, l1: Array, matrix: Array, positive: bool) -> Array:
-    """The minimiser on the way from w by one step, which ends at the minimiser of the objective with these signs.
+def _line_minimiser(w: Array, step: Array, sign: Array, l1: Array, matrix: Array, positive: bool) -> Array:
+    """The minimiser on the segment from w to w + step, which is the minimiser of the objective with fixed signs.
 
-    Along the way the objective is quadratic between the points where a coefficient changes its sign. There its slope
+    On the segment the objective is quadratic between the points where a coefficient changes its sign. There its slope
     jumps by 2 l1 |step|.
     """
     crosses = (w + step) * sign <= 0
-    when = np.where(crosses, -w / np.where(crosses, step, 1.0), np.inf)
-    order = np.argsort(when)[: int(crosses.sum())]
+    crossing = np.where(crosses, -w / np.where(crosses, step, 1.0), np.inf)
+    order = np.argsort(crossing)[: int(crosses.sum())]
     if not positive:
         curvature = max(float(step @ matrix @ step), 1e-300)
         jumps = np.cumsum(2 * l1[order] * np.abs(step[order]))
-        # The slope just after each crossing; the first that is not negative ends the way, or the piece before it does.
-        after = (when[order] - 1) * curvature + jumps
+        # The slope just after each change of sign. The minimiser is where it first is not negative, or just before.
+        after = (crossing[order] - 1) * curvature + jumps
         rising = np.flatnonzero(after >= 0)
         end = rising[0] if len(rising) else len(order)
         before = jumps[end - 1] if end > 0 else 0.0
         length = 1 - before / curvature
-        if end == len(order) or length < when[order[end]]:
+        if end == len(order) or length < crossing[order[end]]:
             return w + length * step
         order = order[end:]
-    found = w + when[order[0]] * step
+    found = w + crossing[order[0]] * step
     found[order[0]] = 0.0
     return found

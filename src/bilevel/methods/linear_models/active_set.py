@@ -14,7 +14,7 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient, Part
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, cholesky_solver, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, cholesky_solver, start_of
 from bilevel.methods.linear_models._feature_signs import feature_sign_search
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.penalties import FunctionOfLam
@@ -31,7 +31,7 @@ class ActiveSet(LinearModelMethod):
 
     Where the signs of w are known, the fixed point of the proximal step is w_S = (b_S − β_S sign(w_S)) A_SS⁻¹ on the
     support S, with A = G + diag(α) and β the strengths of the L1 penalty. Newton's method on these equations finds the
-    signs from a start near w, and a feature-sign search from any other. The adjoint is
+    signs if it starts near the minimiser; otherwise a feature-sign search finds them. The adjoint is
     q_S = ∇_S E A_SS⁻¹, and zero off the support. λ may enter through α and β.
 
     Args:
@@ -49,17 +49,17 @@ class ActiveSet(LinearModelMethod):
         return frozenset({"the inner objective", "the fixed point", "the outer objective"})
 
     def check_dynamics(self, process: Process) -> None:
-        if _weights(process) is None:
+        if _strengths(process) is None:
             raise BilevelError(
                 "ActiveSet is for proximal dynamics with an L1 penalty, such as FISTA(lr, L1(strength)), not for "
                 f"{process.bound.dynamics}. Use Implicit()."
             )
 
     def minimum(self, process: Process) -> Minimum:
-        inner, bound, w = process.problem.inner, process.bound, started(process)
+        inner, bound, w = process.problem.inner, process.bound, start_of(process)
         assert isinstance(inner, LeastSquares)
         gram, moments = bound.task.train
-        strengths = torch.as_tensor(_weights(process), dtype=w.dtype)
+        strengths = torch.as_tensor(_strengths(process), dtype=w.dtype)
         nets = _Nets(gram, moments, strengths.expand_as(w), inner.penalty(bound.lam), _is_positive(process))
         w, solve = nets.minimise(w)
         if self.strengths is None:
@@ -69,7 +69,7 @@ class ActiveSet(LinearModelMethod):
                 "ActiveSet(strengths=…) has other values than the L1 penalty of the dynamics. Pass the same "
                 "function to both, or leave strengths out."
             )
-        return Minimum(w, solve, more=((self.strengths, w.sign()),))
+        return Minimum(w, solve, others=((self.strengths, w.sign()),))
 
     def at_minimiser(self, process: Process) -> Hypergradient:
         if self.strengths is not None:
@@ -77,17 +77,17 @@ class ActiveSet(LinearModelMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         with torch.enable_grad():
-            beside = torch.as_tensor(_weights(process), dtype=found.w.dtype) * found.w.sign()
+            extra_slope = torch.as_tensor(_strengths(process), dtype=found.w.dtype) * found.w.sign()
         memory = 4 * found.w.nbytes
-        return self.combined(process, found.w, found.solve(slope), value, direct, beside, peak_memory=memory)
+        return self.from_adjoint(process, found.w, found.solve(slope), value, direct, extra_slope, peak_memory=memory)
 
 
 def _time(process: Process) -> int:
     return max(process.times.stop - 1, 1)
 
 
-def _weights(process: Process) -> Any:
-    """β, or None where the dynamics has no L1 penalty."""
+def _strengths(process: Process) -> Any:
+    """β, or None if the dynamics has no L1 penalty."""
     penalty = getattr(process.bound.dynamics, "penalty", None)
     return None if penalty is None else penalty.absolute_weights(_time(process))
 
@@ -118,7 +118,7 @@ class _Nets:
             return found, solve
         w = torch.where(settled[..., None], found, w)
         for k, output in (~settled).nonzero().tolist():
-            w[k, output] = self._from_afar(w[k, output], k, output)
+            w[k, output] = self._by_sign_search(w[k, output], k, output)
         found, settled, solve = self._newton(w)
         return (found, solve) if bool(settled.all()) else (w, self._solver(w != 0))
 
@@ -136,13 +136,13 @@ class _Nets:
         """Newton's method for the fixed point of a proximal step, w = prox(w − step·∇L(w)).
 
         The map is linear where the signs of its image stay the same, so a step solves a linear system on the support;
-        once the signs repeat, w is the fixed point. Close to it a few steps are enough. Far from it they may cycle, and
-        the search ends when signs do not change less and less. The second result says which folds and outputs are at
-        their fixed points.
+        once the signs repeat, w is the fixed point. Close to it a few steps are enough. Far from it they may cycle, so
+        the loop ends once the number of changed signs stops falling. The second result says which folds and outputs
+        are at their fixed points.
         """
         steps, threshold, penalised = self._steps, self._steps * self.l1, self.l1 > 0
-        # A singular system may have no solution: then signs repeat, and there is a slope on the support.
-        nothing = 1e-9 * self.linear.abs().amax(-1, keepdim=True)
+        # A singular system may have no solution. Then the signs repeat, but the slope on the support is not zero.
+        tolerance = 1e-9 * self.linear.abs().amax(-1, keepdim=True)
         signs = torch.full_like(w, torch.nan)
         changes = math.inf
         for _ in range(NEWTON_STEPS):
@@ -153,8 +153,8 @@ class _Nets:
             if self.positive:
                 next_signs = (image > threshold).to(image.dtype)
             other = signs != next_signs
-            pull = (slope + self.l1 * signs).abs() > nothing
-            settled = ~(other | (pull & (signs != 0))).any(-1)
+            unbalanced = (slope + self.l1 * signs).abs() > tolerance
+            settled = ~(other | (unbalanced & (signs != 0))).any(-1)
             before, changes = changes, int(other.sum())
             if changes == 0 or changes >= before:
                 break
@@ -162,17 +162,20 @@ class _Nets:
             w = solve(self.linear - self.l1 * signs)
         return w, settled, solve
 
-    def _from_afar(self, w: Tensor, k: int, output: int) -> Tensor:
-        """The minimiser of one fold and output, on a working set to which features that violate its conditions come."""
+    def _by_sign_search(self, w: Tensor, k: int, output: int) -> Tensor:
+        """The minimiser of one fold and output, by sign searches on a working set of features.
+
+        The features that violate the optimality conditions most are added until none does.
+        """
         l1, linear = self.l1[k, output], self.linear[k, output]
         gram: Any = self.gram.fold(k) if isinstance(self.gram, GramOfRows) else self.gram[k]
-        nothing, working, solved = 1e-10 * linear.abs().max(), w != 0, False
+        tolerance, working, solved = 1e-10 * linear.abs().max(), w != 0, False
         while True:
             image = gram.times(w[None, None])[0, 0] if isinstance(gram, GramOfRows) else w @ gram
             slope = linear - image - self.l2 * w
             violation = ((slope if self.positive else slope.abs()) - l1).masked_fill(working, 0)
             room = min(max(WORKING, int(working.sum())), len(w))
-            wrong = violation >= violation.topk(room).values[-1].clamp(min=nothing)
+            wrong = violation >= violation.topk(room).values[-1].clamp(min=tolerance)
             working |= wrong
             if not bool(wrong.any()) and (solved or not bool(working.any())):
                 return w

@@ -14,8 +14,8 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import (
     LinearModelMethod,
     Minimum,
-    by_leave_one_out,
     cholesky_solver,
+    declared_leave_one_out,
     flattened,
 )
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
@@ -47,7 +47,7 @@ class KernelEquations(LinearModelMethod):
         return Minimum(equations.fit(y), flattened(equations.adjoint), bytes=memory)
 
     def at_minimiser(self, process: Process) -> Hypergradient:
-        inner, bound, outer = process.problem.inner, process.bound, by_leave_one_out(process)
+        inner, bound, outer = process.problem.inner, process.bound, declared_leave_one_out(process)
         assert isinstance(inner, LinearModels)
         if outer is None or inner.intercept or len(bound.task.train[2]) > 1:
             return super().at_minimiser(process)
@@ -73,7 +73,7 @@ class _Equations:
         count = int((weight > 0).sum(1).max())
         self.rows = torch.argsort((weight <= 0).to(torch.int8), dim=1, stable=True)[:, :count]
         self.root = weight.gather(1, self.rows).sqrt()
-        # Much faster than an index for each of two axes.
+        # One flat index is much faster than an index for each of two axes.
         places = self.rows[:, :, None] * len(kernel) + self.rows[:, None, :]
         block = kernel.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
         if intercept:
@@ -85,7 +85,7 @@ class _Equations:
         self._solve = cholesky_solver(block)
 
     def _dual(self, right: Tensor) -> Tensor:
-        """(S⁻¹ + K)⁻¹ of what every row has, folds × outputs × rows; zero for the rows that are held out."""
+        """(S⁻¹ + K)⁻¹ times `right`, folds × outputs × rows; zero for the rows that are held out."""
         index = self.rows[:, None].expand(-1, right.shape[1], -1)
         root = self.root[:, None]
         found = root * self._solve(root * right.gather(2, index))
@@ -107,7 +107,7 @@ class _Equations:
     def left_out(self, y: Tensor, weight: Tensor, own: Tensor, freedom: float) -> LeaveOneOutSlopes:
         """With B = I + S^½ K S^½: X A⁻¹ = S^−½ B⁻¹ S^½ X diag(1/α), and 1 − h is the diagonal of B⁻¹.
 
-        The residuals of an almost exact fit are differences of large numbers in any other form.
+        Any other form would compute the residuals of an almost exact fit as differences of large numbers.
         """
         root = weight.sqrt()
         inverse = self._solve(torch.eye(len(root), dtype=root.dtype)[None])[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise
 from bilevel.structures.left_out import LeftOutLoss, with_ones
 from bilevel.structures.linear_models import LinearModels
@@ -50,7 +50,7 @@ class NewtonLeftOut(LinearModelMethod):
         assert isinstance(inner, LinearModels) and isinstance(outer, LeftOutLoss)
         X, y, weight, _ = process.bound.task.val
         rows = PenalisedRows(inner, process.bound.task.train, process.bound.lam)
-        w, scores = minimise(rows, started(process), rows.cholesky, self.tol)
+        w, scores = minimise(rows, start_of(process), rows.cholesky, self.tol)
         columns, (outputs, size) = with_ones(X, inner.intercept), w.shape[1:]
         inverse = torch.cholesky_inverse(factorised(rows.hessians(scores))[0])
         leverage = _forms(columns, inverse, outputs)
@@ -70,7 +70,7 @@ class NewtonLeftOut(LinearModelMethod):
         in_penalty = -(q * w).sum((0, 1)) - spread.diagonal().reshape(outputs, size).sum(0)
         in_penalty = in_penalty[:-1] if inner.intercept else in_penalty
         memory = 4 * inverse.nbytes + 2 * columns.nbytes
-        return self.combined(process, w, q, value.detach(), None, penalty_slope=in_penalty, peak_memory=memory)
+        return self.from_adjoint(process, w, q, value.detach(), None, penalty_slope=in_penalty, peak_memory=memory)
 
 
 def _forms(columns: Tensor, matrix: Tensor, outputs: int) -> Tensor:

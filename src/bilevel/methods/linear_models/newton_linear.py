@@ -12,13 +12,13 @@ from torch import Tensor
 
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
 from bilevel.structures.linear_models import LinearModels, RowBatch
 from bilevel.structures.losses import SquaredError
 from bilevel.trees import Tree
 
 NEWTON_STEPS = 50
-# Floating-point operations for one round of Hessians up to which they are built.
+# Hessians are built if computing all of them once takes at most this many floating-point operations.
 LARGEST = 3e7
 
 # Solves H_k x_k = b_k for all folds, to a relative accuracy, from a start.
@@ -42,17 +42,17 @@ class NewtonLinear(LinearModelMethod):
     weighs_rows: ClassVar[bool] = True
 
     def minimum(self, process: Process) -> Minimum:
-        w = started(process)
+        w = start_of(process)
         rows = PenalisedRows(process.problem.inner, process.bound.task.train, process.bound.lam)
         dense = hessians_are_small(rows.X.shape[0], w.shape) if self.dense is None else self.dense
         solver = rows.cholesky if dense else rows.conjugate_gradients
         w, scores = minimise(rows, w, solver, self.tol)
         solve = solver(scores)
-        apart = w.shape[1] == 1 or isinstance(rows.model.loss, SquaredError)
+        block_diagonal = w.shape[1] == 1 or isinstance(rows.model.loss, SquaredError)
         return Minimum(
             w,
             lambda right: solve(right, self.tol, process.adjoint),
-            apart,
+            block_diagonal,
             bytes=scores.nbytes,
             in_weights=None if rows.model.weight is None else lambda q: rows.in_weights(scores, q),
         )
@@ -170,16 +170,16 @@ def minimise(
     scores = rows.scores(w)
     value = rows.values(w, scores)
     done = torch.zeros(len(w), dtype=torch.bool)
-    # Where w may have errors of that size, the error that a step leaves need not be smaller than a tenth.
+    # The relative accuracy of the linear systems. A larger tolerance for w allows less accurate steps.
     accuracy = min(max(1e-4, 10 * tol), 0.1)
-    least = max(1e-13, 10 * torch.finfo(w.dtype).eps, 0.01 * tol**2)
+    negligible = max(1e-13, 10 * torch.finfo(w.dtype).eps, 0.01 * tol**2)
     for _ in range(NEWTON_STEPS):
         slope = rows.slope(w, scores)
         step = solver(scores)(slope, accuracy, None)
-        promised, moved = (slope * step).sum((1, 2)), rows.scores(step)
-        # Convergence is quadratic by now: the step of such a fold is its last.
-        near = promised <= least * value.abs()
-        size, value = _line_search(rows, (w, scores), (step, moved), value, promised, near)
+        decrease, moved = (slope * step).sum((1, 2)), rows.scores(step)
+        # Convergence is quadratic here, so this step is the last one of such a fold.
+        near = decrease <= negligible * value.abs()
+        size, value = _line_search(rows, (w, scores), (step, moved), value, decrease, near)
         size = size.masked_fill(done, 0)[:, None, None]
         w, scores = w - size * step, scores - size * moved
         done |= near | (size[:, 0, 0] == 0)
@@ -193,15 +193,15 @@ def _line_search(
     point: tuple[Tensor, Tensor],
     step: tuple[Tensor, Tensor],
     value: Tensor,
-    promised: Tensor,
+    decrease: Tensor,
     near: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """How much of its step each fold takes, and L there: halved until L falls enough, if the fold is not near."""
+    """The fraction of its step that each fold takes, halved until L falls enough or the fold is near, and L there."""
     size = torch.ones_like(value)
     for _ in range(30):
         factor = size[:, None, None]
         there = rows.values(point[0] - factor * step[0], point[1] - factor * step[1])
-        short = ~(there <= value - 1e-4 * size * promised) & ~near
+        short = ~(there <= value - 1e-4 * size * decrease) & ~near
         if not bool(short.any()):
             return size, there
         size = torch.where(short, size / 2, size)
@@ -217,8 +217,8 @@ def hessians_are_small(rows: int, shape: torch.Size) -> bool:
 
 def factorised(matrices: Tensor) -> Tensor:
     """Cholesky factors; the matrices are overwritten."""
-    # Rows that are classified with certainty have no curvature; rounding must not make it negative. What is added is
-    # small for each coefficient, whatever the units of the others.
+    # Rows that are classified with certainty have no curvature, and rounding could make it negative. What is added is
+    # relative to each diagonal entry, so it does not depend on the units of the other features.
     diagonal = matrices.diagonal(dim1=1, dim2=2)
     diagonal.add_(1e-14 * torch.where(diagonal > 0, diagonal, diagonal.amax(1, keepdim=True)))
     factors, failed = torch.linalg.cholesky_ex(matrices)

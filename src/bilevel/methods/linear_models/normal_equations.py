@@ -13,8 +13,8 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import (
     LinearModelMethod,
     Minimum,
-    by_leave_one_out,
     cholesky_solver,
+    declared_leave_one_out,
     flattened,
 )
 from bilevel.structures.least_squares import LeastSquares
@@ -51,7 +51,7 @@ class NormalEquations(LinearModelMethod):
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner: Any = process.problem.inner
         alpha = inner.penalty(process.bound.lam)
-        if (outer := by_leave_one_out(process)) is not None:
+        if (outer := declared_leave_one_out(process)) is not None:
             return self._left_out(process, self.minimum(process), alpha, outer.freedom)
         if alpha.ndim == 1:
             return super().at_minimiser(process)
@@ -59,7 +59,7 @@ class NormalEquations(LinearModelMethod):
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
         through = -(q.mT @ found.w).sum(0)
-        return self.combined(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
+        return self.from_adjoint(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
 
     def _left_out(self, process: Process, found: Minimum, alpha: Tensor, freedom: float) -> Hypergradient:
         X, y, weight, own, _ = process.bound.task.val

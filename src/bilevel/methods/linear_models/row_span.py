@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bilevel.engine.process import Process
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, started
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
 from bilevel.methods.linear_models.newton_linear import PenalisedRows, hessians_are_small, minimise
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import SquaredError
@@ -38,7 +38,7 @@ class RowSpan(LinearModelMethod):
         span = _Span(X, inner.penalty(bound.lam), inner.intercept)
         unit = LinearModels(inner.loss, lambda table: table.new_ones(table.shape[1]), inner.intercept)
         rows = PenalisedRows(unit, (span.table, y, weight), span.table)
-        v = span.coordinates(started(process))
+        v = span.coordinates(start_of(process))
         solver = rows.cholesky if hessians_are_small(len(span.table), v.shape) else rows.conjugate_gradients
         v, scores = minimise(rows, v, solver, self.tol)
         inverse = solver(scores)
@@ -47,12 +47,12 @@ class RowSpan(LinearModelMethod):
             reduced = span.reduced(right)
             return span.full(right, inverse(reduced, self.tol, None) - reduced)
 
-        apart = v.shape[1] == 1 or isinstance(inner.loss, SquaredError)
-        return Minimum(span.coefficients(v), solve, apart, bytes=span.table.nbytes)
+        block_diagonal = v.shape[1] == 1 or isinstance(inner.loss, SquaredError)
+        return Minimum(span.coefficients(v), solve, block_diagonal, bytes=span.table.nbytes)
 
 
 class _Span:
-    """X diag(α)^−½ = U Σ Qᵀ. Of w, only the coefficients are mapped; the last column, an intercept, stays as it is."""
+    """X diag(α)^−½ = U Σ Qᵀ. The maps change the coefficients in w; the last column, an intercept, stays as it is."""
 
     def __init__(self, X: Any, alpha: Tensor, intercept: bool) -> None:
         self.X, self.alpha, self.intercept = X, alpha, intercept
@@ -63,27 +63,29 @@ class _Span:
         self.sizes, self.vectors = squares[kept].clamp(min=1e-300).sqrt(), vectors[:, kept]
         self.table = self.vectors * self.sizes
 
-    def _mapped(self, w: Tensor, coefficients: Tensor) -> Tensor:
+    def _with_intercept(self, w: Tensor, coefficients: Tensor) -> Tensor:
         return torch.cat([coefficients, w[..., -1:]], -1) if self.intercept else coefficients
 
-    def _own(self, w: Tensor) -> Tensor:
+    def _coefficients_of(self, w: Tensor) -> Tensor:
         return w[..., :-1] if self.intercept else w
 
     def coordinates(self, w: Tensor) -> Tensor:
         """v = Qᵀ diag(α)^½ w."""
-        return self._mapped(w, row_scores(self._own(w), self.X) @ self.vectors / self.sizes)
+        return self._with_intercept(w, row_scores(self._coefficients_of(w), self.X) @ self.vectors / self.sizes)
 
     def reduced(self, slope: Tensor) -> Tensor:
         """Qᵀ diag(α)^−½ times a derivative in w: the derivative in v."""
-        return self.coordinates(self._mapped(slope, self._own(slope) / self.alpha))
+        return self.coordinates(self._with_intercept(slope, self._coefficients_of(slope) / self.alpha))
 
     def coefficients(self, v: Tensor) -> Tensor:
         """w = diag(α)^−½ Q v."""
-        return self._mapped(v, feature_sums(self._own(v) / self.sizes @ self.vectors.mT, self.X) / self.alpha)
+        return self._with_intercept(
+            v, feature_sums(self._coefficients_of(v) / self.sizes @ self.vectors.mT, self.X) / self.alpha
+        )
 
     def full(self, slope: Tensor, inside: Tensor) -> Tensor:
-        """The adjoint from its part in the span beyond the derivative; outside the span the Hessian is diag(α)."""
+        """H⁻¹ times the slope, from `inside` = (H_v⁻¹ − I) times the reduced slope: outside the span, H is diag(α)."""
         found = self.coefficients(inside)
-        coefficients = self._own(slope) / self.alpha + self._own(found)
-        # An intercept is a coordinate of its own: what `inside` lacks there is the derivative itself.
-        return self._mapped(found + self._mapped(slope, torch.zeros_like(coefficients)), coefficients)
+        coefficients = self._coefficients_of(slope) / self.alpha + self._coefficients_of(found)
+        # The intercept is itself a coordinate of v. Adding its slope to `inside` gives H_v⁻¹ times the slope.
+        return self._with_intercept(found + self._with_intercept(slope, torch.zeros_like(coefficients)), coefficients)

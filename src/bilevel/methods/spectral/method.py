@@ -15,7 +15,7 @@ from bilevel.errors import BilevelError
 from bilevel.methods.spectral.compiled import compile_derivative
 from bilevel.methods.spectral.gradients import QuadraticDerivative, Start, differentiate, kept_bytes
 from bilevel.methods.spectral.proof import refuse_unless_quadratic
-from bilevel.methods.spectral.quadratic import Layout, find_axis, still_shares, tolerance_of
+from bilevel.methods.spectral.quadratic import Layout, columns_share_matrix, find_axis, tolerance_of
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Spectral(Method):
     only piecewise quadratic, such as a squared hinge, are refused, even if the run stays in one piece. So is a
     quadratic that is written with other operations, such as a squared `norm`.
 
-    The w of C independent columns that share one matrix A (multi-output ridge) are recognised, and cost one
-    eigendecomposition of A.
+    If w consists of C independent columns that share one matrix A (multi-output ridge), this is detected, and A is
+    decomposed once for all columns.
 
     Args:
         largest: refuse a matrix A with more rows than this.
@@ -68,7 +68,7 @@ class Spectral(Method):
 
     def __call__(self, process: Process) -> Hypergradient:
         axis, bound = process.check_results.prepared, process.bound
-        if axis is not None and not still_shares(bound, axis):
+        if axis is not None and not columns_share_matrix(bound, axis):
             axis = process.check_results.prepared = self.prepare(process)
         start = Start.of(bound)
         refuse_unless_quadratic(bound.loss(1), start.spec.unflatten(start.leaves))
@@ -81,7 +81,7 @@ class Spectral(Method):
         derivative = compile_derivative(process, start, axis)
 
         def run(process: Process) -> Hypergradient:
-            if axis is not None and not still_shares(process.bound, axis):
+            if axis is not None and not columns_share_matrix(process.bound, axis):
                 raise BilevelError(
                     "The columns of w shared one matrix A in the task that was compiled, and do not share one in this "
                     "task. Call bilevel.compile(...) with this task."
@@ -107,8 +107,8 @@ class Spectral(Method):
 
 
 def _refuse_unless_exact(found: QuadraticDerivative) -> None:
-    """Refuse an L that is another quadratic at w_T than at w_0, for example because a .detach() hides a derivative from
-    autograd."""
+    """Refuse an L whose quadratic at w_T differs from the one at w_0, for example because a .detach() hides a
+    derivative from autograd."""
     if not float(found.misfit) <= tolerance_of(found.misfit) and bool(torch.isfinite(found.value)):
         raise BilevelError(
             "Spectral needs an inner objective that is quadratic in w, but at w_T the gradient of this one is "
@@ -123,8 +123,8 @@ def _check_settings(process: Process) -> None:
     form = dynamics.heavy_ball_form(1)
     if form is None:
         raise BilevelError(
-            f"Spectral knows gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with this "
-            "dynamics."
+            f"Spectral supports gradient descent and heavy ball, not {type(dynamics).__name__}. Use Reverse() with "
+            "this dynamics."
         )
     for name, value in zip(("lr", "momentum"), form, strict=True):
         if not isinstance(value, (int, float)) and not (isinstance(value, Tensor) and value.numel() == 1):

@@ -52,7 +52,7 @@ _RULES: dict[str, Callable[..., float | tuple[float, ...]]] = {
     "var": lambda degree: 2 * degree,
 }
 
-_LEAVES_TORCH = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
+_EXPORTS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 
 
 def refuse_unless_quadratic(loss: Callable[[Tree], Tensor], w: Tree) -> None:
@@ -84,7 +84,7 @@ def why_not_quadratic(loss: Callable[[Tree], Tensor], w: Tree) -> str | None:
     highest = max((degrees.of(part, unknown=math.inf) for part in parts if part is not None), default=0.0)
     if highest <= 1 and not degrees.read:
         return None
-    return degrees.culprit or f"its gradient is a polynomial of degree {highest:g}, not 1"
+    return degrees.why_not or f"its gradient is a polynomial of degree {highest:g}, not 1"
 
 
 class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,12 +98,12 @@ class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = {_memory(point): 1.0 for point in points}
         self._kept: list[Tensor] = []
-        self.culprit: str | None = None
+        self.why_not: str | None = None
         # Python has read a number that depends on w, and may branch on it.
         self.read = False
 
     def note_read(self) -> None:
-        self.read, self.culprit = True, "Python reads numbers that depend on w, and may go by them"
+        self.read, self.why_not = True, "Python reads numbers that depend on w, and may branch on them"
 
     def of(self, tensor: Tensor, unknown: float = 0.0) -> float:
         return self._known.get(_memory(tensor), unknown)
@@ -134,7 +134,7 @@ class _Degrees(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif name in _RULES:
                 degree = _RULES[name](*degrees)
         if degree == math.inf and math.inf not in degrees:
-            self.culprit = self.culprit or f"`{name}` of something that depends on w is not known to be a polynomial"
+            self.why_not = self.why_not or f"`{name}` of something that depends on w is not known to be a polynomial"
         return degree
 
 
@@ -146,7 +146,7 @@ class _Reads(TorchFunctionMode):
         self._degrees = degrees
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVES_TORCH and self._degrees.of(args[0]):
+        if func in _EXPORTS and self._degrees.of(args[0]):
             self._degrees.note_read()
         return func(*args, **(kwargs or {}))
 

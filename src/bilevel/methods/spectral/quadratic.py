@@ -114,10 +114,10 @@ def hessian_products(slope: list[Tensor], points: list[Tensor], directions: list
 def find_axis(process: Process) -> int | None:
     """The axis along which w splits into independent columns with one and the same matrix, or None.
 
-    The search is made at a λ moved slightly in a random direction. Otherwise columns could have equal matrices only
+    The search uses a λ that is moved slightly in a random direction. Otherwise columns could have equal matrices only
     because λ has equal entries.
     """
-    bound = process.bind(_nudged(process.variables))
+    bound = process.bind(_perturbed(process.variables))
     loss = bound.loss(1)
     with torch.no_grad():
         leaves, spec = trees.flatten(bound.start()[0])
@@ -142,7 +142,7 @@ def find_axis(process: Process) -> int | None:
     return None
 
 
-def still_shares(bound: Bound, axis: int) -> bool:
+def columns_share_matrix(bound: Bound, axis: int) -> bool:
     """Whether the columns along an axis that was found for other data share one matrix for these data too.
 
     If they do, H(P M) = H(P) M for all P and M. This is tested with random P and M.
@@ -163,7 +163,7 @@ def still_shares(bound: Bound, axis: int) -> bool:
     return bool(error <= tolerance_of(error))
 
 
-def _nudged(variables: list[Tensor]) -> list[Tensor]:
+def _perturbed(variables: list[Tensor]) -> list[Tensor]:
     noise = random_directions(1, trees.to_vector([v.detach() for v in variables]), seed=4)[0]
     moved = zip(variables, trees.from_vector(noise, variables), strict=True)
     return [(v.detach() + 0.01 * (1 + v.detach().abs()) * step).requires_grad_() for v, step in moved]
