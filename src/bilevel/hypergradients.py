@@ -20,9 +20,9 @@ from bilevel.engine.checks import check_arguments, check_problem_and_steps, chec
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.double_backward import eagerly
 from bilevel.engine.memory import Memory, memory_of
-from bilevel.engine.method import Hypergradient, Method, Stats, moved
+from bilevel.engine.method import Hypergradient, Method, Stats, to_device
 from bilevel.engine.process import Process
-from bilevel.engine.recomputed import Known, NoOtherTensors, refuse_forward_mode, under_torch_func
+from bilevel.engine.recomputed import NoOtherTensors, WithKnownGradient, refuse_forward_mode, under_torch_func
 from bilevel.engine.samplers import check_task
 from bilevel.errors import BilevelError
 from bilevel.methods.auto import run_best
@@ -83,7 +83,7 @@ def hypergradient(
     if under_torch_func():
         raise BilevelError(
             "hypergradient(...) was called within torch.func.grad, vmap or another transform, and its result has no "
-            "graph that these could follow. Write objective(...) there, which they differentiate and batch, or call "
+            "graph that these could use. Write objective(...) there, which they differentiate and batch, or call "
             "hypergradient(...) outside, in a loop instead of vmap."
         )
     check_problem_and_steps(problem, steps)
@@ -143,11 +143,11 @@ def _in_graph(evaluator: Evaluator, lam: Tree, task: Task | Sequence[Task], meth
                 return evaluator.value(lam, task)
             # Not every inexact method evaluates E at w_T: Implicit(newton=…) continues from there.
             return evaluator.gradient(lam, task, method).value
-    # vmap may have batched the data. As inputs, they arrive here without the batch axis.
+    # vmap may have batched the data. Passed as inputs, the tensors reach the function without the batch axis.
     data = trees.tensors(task) if transformed else []
     guard = NoOtherTensors if transformed else contextlib.nullcontext
     call = _Call(evaluator, spec, task, method, len(data), guard)
-    return Known.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
+    return WithKnownGradient.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
 
 
 def value_of(
@@ -197,7 +197,7 @@ class Evaluator:
         results = self.world.collect(result, range(len(tasks)))
         device = trees.leaves(lam)[0].device
         if self.world.size > 1 and device.type != "cpu":
-            results = [moved(one, device) for one in results]
+            results = [to_device(one, device) for one in results]
         return _mean(results)
 
     def value(self, lam: Tree, task: Task | Sequence[Task], start: Start = None) -> Tensor:
@@ -301,8 +301,8 @@ def with_live_data(evaluator: Evaluator, lam: Tree, task: Task) -> tuple[Evaluat
     if at not in memories:
         memories[at] = Memory()
     problem = _with_data(evaluator.problem, at)
-    wider = replace(evaluator, problem=problem, dynamics=lambda lam: build(lam[0]), memory=memories[at])
-    return wider, (lam, [leaves[i] for i in at]), trees.detach(task)
+    extended = replace(evaluator, problem=problem, dynamics=lambda lam: build(lam[0]), memory=memories[at])
+    return extended, (lam, [leaves[i] for i in at]), trees.detach(task)
 
 
 def _with_data(problem: Problem, at: tuple[int, ...]) -> Problem:

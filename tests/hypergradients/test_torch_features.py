@@ -158,7 +158,7 @@ class TestTexts:
             outer=lambda w, lam, b: w["a"].sum(),
             init=lambda lam: {"a": torch.zeros(3), "b": torch.zeros(3)},
         )
-        with refused("Reverse found no way from λ", "does not look at", "allow_unused") as said:
+        with refused("Reverse found no path from λ", "does not use", "allow_unused") as said:
             ask(problem)
         assert "Reverse()" not in str(said.value)
 

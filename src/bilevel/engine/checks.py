@@ -76,9 +76,8 @@ def refuse_inference_mode() -> None:
     """Refuse inference mode: torch.enable_grad has no effect in it, and inner steps need gradients."""
     if torch.is_inference_mode_enabled():
         raise BilevelError(
-            "This was called under torch.inference_mode(), where torch records no gradients for anyone, and the inner "
-            "steps need them even if you do not. Write torch.no_grad() instead; in Lightning, "
-            "Trainer(inference_mode=False)."
+            "This was called under torch.inference_mode(), where torch records no gradients, but the inner steps "
+            "need them. Write torch.no_grad() instead; in Lightning, Trainer(inference_mode=False)."
         )
 
 
@@ -204,7 +203,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
     calls: list[tuple[str, Callable[[], Tensor], Tree]] = [
         ("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)
     ]
-    if process.steps or _looks_at_w_t(method, seen):
+    if process.steps or _needs_inner_gradient(method, seen):
         batch = bound.batch((process.times or FIRST)[0])
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
@@ -252,7 +251,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
 
 def _check_derivatives(process: Process, method: Method, state: Any, after: Any) -> None:
     """Compare derivatives with differences, once for all dynamics and all methods that need them."""
-    used = bool(process.steps) or _looks_at_w_t(method, method.sees(process))
+    used = bool(process.steps) or _needs_inner_gradient(method, method.sees(process))
     second = method.second_derivatives and used and process.check_results.uses_inner
     task = process.bound.task
     key, known = (second, kind_of(process.variables), kind_of([task.train, task.val])), process.memory.derivatives
@@ -302,7 +301,7 @@ def _check_closures(process: Process, method: Method, state: Any, recorded: bool
             refuse_closures(process, "encode", process.encode_again, outputs=process.encoded)
         refuse_closures(process, "init", bound.start)
         refuse_closures(process, "outer", lambda: bound.outer(live), leaves)
-        if process.steps or _looks_at_w_t(method, method.sees(process)):
+        if process.steps or _needs_inner_gradient(method, method.sees(process)):
             t = (process.times or FIRST)[0]
             refuse_closures(process, "inner", lambda: bound.loss(t)(live[0]), leaves)
             if recorded:
@@ -326,29 +325,29 @@ def _check_reach(process: Process, method: Method, state: Any) -> None:
             others = " and ".join(sorted(parts))
             advice = "Use Reverse() or Forward(), which differentiate the steps."
             if process.start is not None and parts == {"the start"}:
-                advice = "init(λ) is not used when the run begins elsewhere: take it out of λ, or start cold."
+                advice = f"init(λ) is not used when the run begins at a given w: remove λ{path}, or use a cold start."
             elif name == "Truncated":
                 advice = "Use Reverse(), which differentiates all steps."
             raise BilevelError(
-                f"{name} cannot see λ{path}: it enters through {others} only, and {name} looks at "
-                f"{' and '.join(sorted(seen))}. It would silently give 0. {advice}"
+                f"{name} cannot see λ{path}: it enters through {others} only, and {name} differentiates "
+                f"{' and '.join(sorted(seen))}. The gradient would silently be 0. {advice}"
             )
         if not process.allow_unused:
             raise BilevelError(
                 f"λ{path} reaches neither the inner nor the outer "
                 f"objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
-                "gradient would be zero for ever. Remove it from λ, use it, or pass allow_unused=True. (A .detach(), "
+                "gradient would always be zero. Remove it from λ, use it, or pass allow_unused=True. (A .detach(), "
                 ".item() or torch.no_grad() on the way cuts it off too.)"
             )
 
 
-def _looks_at_w_t(method: Method, seen: frozenset[Part]) -> bool:
+def _needs_inner_gradient(method: Method, seen: frozenset[Part]) -> bool:
     """Whether a method needs the gradient of the inner objective at w_T, even if there are no steps."""
     return not method.sees_dynamics and "the inner objective" in seen
 
 
 def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]:
-    """Which leaves of λ enter where, read from the autograd graphs of Φ_0, ∇L, Φ_t and E."""
+    """The leaves of λ that enter each part, read from the autograd graphs of Φ_0, ∇L, Φ_t and E."""
     bound, variables = process.bound, process.variables
     reach: dict[Part, set[int]] = {part: set() for part in EVERYTHING}
 
@@ -362,9 +361,9 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
     with torch.enable_grad():
         note("the start", process.problem.init(bound.lam))
         note("the outer objective", bound.outer(state))
-        wanted = set(range(process.outer_count))
+        all_leaves = set(range(process.outer_count))
         # A leaf that the first step does not reach may be reached by a later one. With allow_unused this is not tested.
-        times = process.times or (FIRST if _looks_at_w_t(method, method.sees(process)) else FIRST[:0])
+        times = process.times or (FIRST if _needs_inner_gradient(method, method.sees(process)) else FIRST[:0])
         for t in times[:1] if process.allow_unused else times:
             if not method.second_derivatives:
                 # The step need not be differentiable: the result is read from the objective and the settings.
@@ -374,11 +373,11 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
             if process.check_results.uses_inner:
                 note("the inner objective", gradient(bound.loss(t), state[0]))
             at_rest = bound.dynamics.stationary_step(bound.loss(t), state[0], t)
-            left = reached_at_rest(bound, variables, state[0], t) if at_rest is None and not method.exact else None
-            note("the fixed point", at_rest, left)
+            found = reached_at_rest(bound, variables, state[0], t) if at_rest is None and not method.exact else None
+            note("the fixed point", at_rest, found)
             everything = {i for i in reached(trees.leaves(bound.step(state, t)), variables) if i < process.outer_count}
             reach["the dynamics"] |= everything - reach["the inner objective"]
             # A setting with a value per step is reached by a later step; usually the first step is enough.
-            if set().union(*reach.values()) >= wanted:
+            if set().union(*reach.values()) >= all_leaves:
                 break
     return reach

@@ -25,8 +25,8 @@ from bilevel.engine.process import Process, State, graph_nodes
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
-# Moving a tensor by this relative size leaves points that are exactly on a kink or symmetric.
-NUDGE = 0.01
+# Tensors are moved by this relative size, away from points that are symmetric or lie exactly on a kink.
+PERTURBATION = 0.01
 # Up to this number of leaves, each leaf of λ is tested by itself; beyond it, all together.
 ONE_BY_ONE = 4
 # Below 10³ times the rounding error of the two numbers, their difference is not used.
@@ -53,7 +53,7 @@ SINGLE = Precision(None, (1e-1, 3e-2, 1e-2), 5e-2)
 
 @dataclass(frozen=True)
 class Point:
-    """Where derivatives are compared: values and directions for the leaves of w and the variables, and u, like w."""
+    """Where derivatives are compared: values and directions for the leaves of w and the variables; weights u like w."""
 
     tensors: Tensors
     directions: Tensors
@@ -64,11 +64,11 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class Disagreement:
     """A derivative for which autograd and differences disagree."""
 
     group: str
-    claimed: float
+    by_autograd: float
     found: float
 
 
@@ -82,7 +82,7 @@ class Objectives:
     def loss(self, tensors: Tensors) -> Tensor:
         bound = self.process.bind(tensors[self.count :])
         batch = _cast(bound.batch(max(self.process.times.start, 1)), tensors[0].dtype)
-        with bound.around():
+        with bound.user_context():
             return bound.inner(self.spec.unflatten(tensors[: self.count]), bound.lam, batch)
 
     def slope(self, tensors: Tensors) -> Tensors:
@@ -92,11 +92,11 @@ class Objectives:
     def value(self, tensors: Tensors) -> Tensors:
         bound = self.process.bind(tensors[self.count :])
         val = _cast(bound.task.val, tensors[0].dtype)
-        with bound.around():
+        with bound.user_context():
             return [self.process.problem.outer(self.spec.unflatten(tensors[: self.count]), bound.lam, val)]
 
     def groups(self) -> dict[str, range]:
-        """What is moved together: w; the leaves of λ, one by one if they are few; the encoded data."""
+        """The tensors that are moved together: w; the leaves of λ, one by one if they are few; the encoded data."""
         lam, end = self.count + self.process.outer_count, self.count + len(self.process.variables)
         groups = {"w": range(self.count)}
         if self.process.outer_count <= ONE_BY_ONE:
@@ -108,7 +108,7 @@ class Objectives:
 
 
 def check_derivatives(process: Process, state: State, after: State, second: bool) -> None:
-    """Refuse a problem whose derivatives are not what autograd says.
+    """Refuse a problem whose derivatives differ from those of autograd.
 
     It costs a recorded gradient of the inner objective, two gradients for w and for each of up to four leaves of λ, and
     as many values of the outer objective. If a derivative disagrees, it costs up to nine times as much.
@@ -134,84 +134,85 @@ def _check(
 ) -> None:
     what, of, order = ("its gradient in w", "gradients", "second ") if name == "inner" else ("it", "values", "")
     try:
-        evidence = _against(objectives, function, scalar, ends)
+        disagreement = _find_disagreement(objectives, function, scalar, ends)
     except Undefined as error:
         raise BilevelError(
             f"{name} has no {order}derivative, and hypergradients are made of them. torch says: "
             f"{str(error).rstrip('.')}. Write that operation of {name} in terms of others"
             f"{', or use FirstOrder(), which takes first derivatives only.' if order else '.'}"
         ) from error
-    if evidence is not None:
+    if disagreement is not None:
         raise BilevelError(
             f"The derivatives of {name} are not what autograd says: the derivative of {what} with respect to "
-            f"{evidence.group}, along a random direction, is {evidence.claimed:.6g} by autograd and "
-            f"{evidence.found:.6g} by differences of {of}. Hypergradients would be wrong. Something in {name} hides a "
-            "derivative: a custom autograd.Function with once_differentiable or an incomplete backward; .detach(), "
-            ".data or torch.no_grad() around what depends on w or λ; rounding or a straight-through estimator. Write "
-            "it in differentiable operations. If you mean it, pass check_derivatives=False to Problem or tune."
+            f"{disagreement.group}, along a random direction, is {disagreement.by_autograd:.6g} by autograd and "
+            f"{disagreement.found:.6g} by differences of {of}. Hypergradients would be wrong. Something in {name} "
+            "hides a derivative: a custom autograd.Function with once_differentiable or an incomplete backward; "
+            ".detach(), .data or torch.no_grad() around what depends on w or λ; rounding or a straight-through "
+            "estimator. Write it in differentiable operations. If you mean it, pass check_derivatives=False to Problem "
+            "or tune."
         )
 
 
-def _against(
+def _find_disagreement(
     objectives: Objectives,
     function: Callable[[Tensors], Tensors],
     scalar: Callable[[Tensors], Tensor],
     ends: tuple[Tensors, Tensors],
-) -> Evidence | None:
+) -> Disagreement | None:
     """A derivative of `function`, which is computed from `scalar`, that differences contradict; or None."""
     precision = _precision(scalar, [*ends[0], *objectives.process.variables])
     if precision is None:
         return None
-    suspects, evidence = objectives.groups(), None
+    disagreeing, disagreement = objectives.groups(), None
     for point in _points(objectives.process, ends, precision.dtype):
         try:
-            claims, size = _claims(function, point)
+            derivatives, size = _by_autograd(function, point)
             found = {
-                name: _evidence(name, sum(claims[i] for i in group), size, function, point, group, precision)
-                for name, group in suspects.items()
+                name: _compare(name, sum(derivatives[i] for i in group), size, function, point, group, precision)
+                for name, group in disagreeing.items()
             }
         except FAILURES:
             return None
-        suspects = {name: group for name, group in suspects.items() if found[name] is not None}
-        if not suspects:
+        disagreeing = {name: group for name, group in disagreeing.items() if found[name] is not None}
+        if not disagreeing:
             return None
-        evidence = next(item for item in found.values() if item is not None)
+        disagreement = next(item for item in found.values() if item is not None)
     # Differences in single precision are so wide that they cross many kinks of a large network. So in single precision
     # only custom Python functions can be refused.
-    return evidence if precision is DOUBLE or _has_python_node(scalar, objectives, ends[0]) else None
+    return disagreement if precision is DOUBLE or _has_python_node(scalar, objectives, ends[0]) else None
 
 
-def _evidence(
+def _compare(
     name: str,
-    claimed: float,
+    by_autograd: float,
     size: float,
     function: Callable[[Tensors], Tensors],
     point: Point,
     group: range,
     precision: Precision,
-) -> Evidence | None:
+) -> Disagreement | None:
     """Compare with central differences of falling width; None if one agrees, or if no two of them agree."""
-    before, clear = math.nan, None
+    before, result = math.nan, None
     rounding = ROUNDING * max(torch.finfo(x.dtype).eps for x in point.tensors) * size
     for width in precision.widths:
         with torch.no_grad():
             above, below = (function(point.moved(group, step)) for step in (width, -width))
         found = _weighted([a - b for a, b in zip(above, below, strict=True)], point) / (2 * width)
-        gap = abs(claimed - found)
-        if not gap > precision.tolerance * max(abs(claimed), abs(found)):
+        gap = abs(by_autograd - found)
+        if not gap > precision.tolerance * max(abs(by_autograd), abs(found)):
             return None  # also if a number is not finite
         if gap > rounding / width:
             if abs(found - before) <= 0.1 * gap:
-                clear = Evidence(name, claimed, found)
+                result = Disagreement(name, by_autograd, found)
             before = found
-    return clear
+    return result
 
 
 class Undefined(Exception):
-    """torch has no derivative of something."""
+    """torch has no formula for a derivative."""
 
 
-def _claims(function: Callable[[Tensors], Tensors], point: Point) -> tuple[list[float], float]:
+def _by_autograd(function: Callable[[Tensors], Tensors], point: Point) -> tuple[list[float], float]:
     """The derivative of Σ ⟨u, outputs⟩ along the direction of each tensor according to autograd, and the size of the
     sum's terms."""
     live = [x.detach().requires_grad_() for x in point.tensors]
@@ -233,7 +234,7 @@ def _claims(function: Callable[[Tensors], Tensors], point: Point) -> tuple[list[
 
 
 def _weights(outputs: Tensors, point: Point) -> Tensors:
-    """u for a gradient; a value is its own sum."""
+    """The weights of the sum: u for a gradient, 1 for a value."""
     if len(outputs) == len(point.u) and all(out.shape == u.shape for out, u in zip(outputs, point.u, strict=True)):
         return point.u
     return [torch.ones_like(out) for out in outputs]
@@ -257,23 +258,23 @@ def _points(process: Process, ends: tuple[Tensors, Tensors], dtype: torch.dtype 
         moves = [torch.zeros_like(move) for move in moves]
     for share, sign in ((0.25, 1.0), (0.75, -1.0), (0.5, 0.0)):
         w = [a + share * move for a, move in zip(start, moves, strict=True)]
-        sizes = [max(_size(x), _size(move)) for x, move in zip(w, moves, strict=True)]
-        sizes = [size or max(sizes) or 1.0 for size in sizes] + [_size(x) or 1.0 for x in variables]
+        sizes = [max(_rms(x), _rms(move)) for x, move in zip(w, moves, strict=True)]
+        sizes = [size or max(sizes) or 1.0 for size in sizes] + [_rms(x) or 1.0 for x in variables]
         tensors, directions = [], []
         for x, own, size in zip((*w, *variables), (*moves, *variables), sizes, strict=True):
-            if not sign and _size(own):
-                tensors.append(x + NUDGE * own)
+            if not sign and _rms(own):
+                tensors.append(x + PERTURBATION * own)
                 directions.append(own)
                 continue
             # Values are multiplied, so that positive numbers stay positive. Zeros become positive at one point and
             # negative at the other.
-            up = (sign or 1.0) * NUDGE * size * noise(x).abs()
-            tensors.append(torch.where(x == 0, up, x * (1 + NUDGE * noise(x).clamp(-3, 3))))
+            up = (sign or 1.0) * PERTURBATION * size * noise(x).abs()
+            tensors.append(torch.where(x == 0, up, x * (1 + PERTURBATION * noise(x).clamp(-3, 3))))
             directions.append(size * noise(x))
         yield Point(tensors, directions, [size * noise(x) for size, x in zip(sizes, w, strict=False)])
 
 
-def _size(tensor: Tensor) -> float:
+def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 

@@ -20,7 +20,7 @@ WEIGHT_NORM = getattr(torch, "_weight_norm", None)
 
 
 class TwiceDifferentiable(TorchFunctionMode):
-    """Inside this mode, the derivatives of a gradient exist and are right.
+    """Inside this mode, the derivatives of a gradient exist and are correct.
 
     Fused attention has no second derivative; attention by matrix products has. The sparse gradient of an embedding
     loses its own derivative. The double backward of weight normalisation is wrong on CPUs (torch 2.13).
@@ -64,7 +64,7 @@ def _eagerly_twice_differentiable() -> Iterator[None]:
 
 
 def differentiable_twice(memory: Memory) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which the functions of a problem have right second derivatives, according to its checks."""
+    """The context in which the functions of a problem have correct second derivatives, as its checks found."""
     if memory.runs_uncompiled:
         return _eagerly_twice_differentiable
     return TwiceDifferentiable if memory.replaces_operations else nullcontext

@@ -18,7 +18,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled function of tensors. The tensors that it `captured` from closures are read again at every call."""
+    """A compiled function of tensors. The tensors `captured` from closures are read again at every call."""
 
     run: Callable[[list[Tensor]], Sequence[Tensor]]
     captured: Sequence[Tensor] = ()
@@ -103,7 +103,7 @@ class _Refusals(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise TypeError("a number was taken out of a tensor that the function closes over")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise BilevelError(
-                f"An objective draws random numbers ({func}), and compiled code would draw others, whatever the seed. "
+                f"An objective draws random numbers ({func}), and compiled code would draw others for the same seed. "
                 "Draw them once and pass them with the batch, or do not compile."
             )
         return func(*args, **(kwargs or {}))

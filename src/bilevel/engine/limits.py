@@ -22,8 +22,8 @@ from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import random_directions
 from bilevel.trees import Tree
 
-# A weight counts as fixed if it moves less than this share of what the fastest weight moves.
-STAYS = 1e-4
+# A weight counts as fixed if it moves less than this fraction of what the fastest weight moves.
+FIXED_BELOW = 1e-4
 
 
 def objective_at_rest(bound: Bound, t: int) -> Callable[[Tree], Tensor]:
@@ -64,57 +64,58 @@ def refuse_other_limits(process: Process, w: Tree, slope: Tensor, method: str = 
     """Raise a `BilevelError` if the limit of w_T is not a point where the gradient, here `slope`, is zero."""
     bound, times = process.bound, process.times or range(1, 2)
     name, decay = type(bound.dynamics).__name__, bound.dynamics.slope_decay(times[-1])
-    size, steep, epsilon = float(trees.norm(w)), float(slope.norm()), torch.finfo(slope.dtype).eps
+    size, slope_norm, epsilon = float(trees.norm(w)), float(slope.norm()), torch.finfo(slope.dtype).eps
     advice = (
-        'Write Implicit(condition="fixed-point"), which differentiates w = Φ(w, λ), or Reverse(); or move what else '
-        "the step does to w into the inner objective, a weight decay as an L2 term."
+        'Write Implicit(condition="fixed-point"), which differentiates w = Φ(w, λ), or Reverse(); or write what '
+        "else the step does to w as a term of the inner objective, a weight decay as an L2 penalty."
     )
-    # A schedule may end or begin with steps of size zero.
-    asked = (times[-1], times[len(times) // 2], times[0])
-    for t in asked:
-        drift = float(_moved(bound, w, t, torch.zeros_like(slope)).norm())
+    # Three steps are tested, because a schedule may end or begin with steps of size zero.
+    tested = (times[-1], times[len(times) // 2], times[0])
+    for t in tested:
+        drift = float(_displacement(bound, w, t, torch.zeros_like(slope)).norm())
         if drift > 100 * epsilon * size and not decay:
             raise BilevelError(
-                f"{method} differentiates ∇L = 0, but {name} moves w also where ∇L = 0, by {drift / size:.1g} of its "
-                f"size: by a weight decay, a shrinkage or a projection of its own. It comes to rest elsewhere. {advice}"
+                f"{method} differentiates ∇L = 0, but {name} also moves w where ∇L = 0, by {drift / size:.1g}·‖w‖: "
+                f"it has a weight decay, a shrinkage or a projection of its own, and another limit. {advice}"
             )
     ignored = 0.0
-    if steep > 1e3 * epsilon * abs(decay) * size:
-        ignored = _ignored_share(process, w, slope, asked, 1e3 * epsilon * size)
+    if slope_norm > 1e3 * epsilon * abs(decay) * size:
+        ignored = _ignored_fraction(process, w, slope, tested, 1e3 * epsilon * size)
     if ignored > 0.02:
         part = "it" if ignored > 0.99 else f"{ignored:.0%} of it"
         raise BilevelError(
-            f"{method} differentiates ∇L = 0, but at w_T the slope has the norm {steep:.2g}, and {name} does not "
-            f"follow {part}: a projection, a mirror map or a frozen weight keeps w from where ∇L = 0. {advice}"
+            f"{method} differentiates ∇L = 0, but at w_T the slope has the norm {slope_norm:.2g}, and {name} does "
+            f"not follow {part}: a projection, a mirror map or a frozen weight keeps w from where ∇L = 0. {advice}"
         )
 
 
-def _ignored_share(process: Process, w: Tree, slope: Tensor, times: Sequence[int], rounding: float) -> float:
-    """The share of the slope at w that the step ignores; 0 if w has converged and steps are as short as `rounding`."""
+def _ignored_fraction(process: Process, w: Tree, slope: Tensor, times: Sequence[int], rounding: float) -> float:
+    """The fraction of the slope at w that the step ignores; 0 if w has converged and steps are as short as
+    `rounding`."""
     signs = random_directions(3, slope, seed=8).sign() * (slope.norm() / slope.numel() ** 0.5)
 
     def responds(move: Callable[[Tensor], Tensor], least: float = rounding) -> bool:
         return any(float(move(row).norm()) > least for row in (signs[0], -signs[0]))
 
     for t in times:
-        move = partial(_moved, process.bound, w, t)
+        move = partial(_displacement, process.bound, w, t)
         if responds(move):
             return _ignored_part(move, slope, _gains(move, signs))
     # No slope changes w. If the same slopes change the start much more, w is at a corner of a set.
     with torch.no_grad():
         start = process.bound.start()[0]
-    return float(any(responds(partial(_moved, process.bound, start, t), 100 * rounding) for t in times))
+    return float(any(responds(partial(_displacement, process.bound, start, t), 100 * rounding) for t in times))
 
 
 def _gains(move: Callable[[Tensor], Tensor], signs: Tensor) -> Tensor:
     """How far each weight moves for a slope of one, from a few slopes with random signs."""
     gains = torch.stack([move(row).abs() / row.abs() for row in (*signs, *-signs)]).amax(0)
     # A weight that moves less counts as fixed, for example one that a multiplicative step has brought close to zero.
-    return torch.where(gains > STAYS * gains.amax(), gains, 0)
+    return torch.where(gains > FIXED_BELOW * gains.amax(), gains, 0)
 
 
 def _ignored_part(move: Callable[[Tensor], Tensor], slope: Tensor, gains: Tensor) -> float:
-    """The share of a slope that the step ignores; 0 if it ignores none or if the test is not conclusive.
+    """The fraction of a slope that the step ignores; 0 if it ignores none or if the test is not conclusive.
 
     The part of the slope that the step follows is subtracted, and the rest is tried again. For gradient descent nothing
     is left after the first trial; for a projection the part that is normal to the set is left.
@@ -135,7 +136,7 @@ def _ignored_part(move: Callable[[Tensor], Tensor], slope: Tensor, gains: Tensor
 
 
 @torch.no_grad()
-def _moved(bound: Bound, w: Tree, t: int, slope: Tensor) -> Tensor:
+def _displacement(bound: Bound, w: Tree, t: int, slope: Tensor) -> Tensor:
     """How far a first step moves w if the gradient there is `slope`."""
     leaves = trees.leaves(w)
     after = trees.leaves(_step(bound, w, trees.from_vector(slope, leaves), t))

@@ -37,7 +37,7 @@ class CheckResults:
     """What the checks found about the calls of one kind.
 
     Attributes:
-        graph_bytes: what the graph of one recorded step keeps in memory.
+        graph_bytes: the bytes that the graph of one recorded step keeps in memory.
         uses_inner: whether the steps call the inner objective.
         prepared: what the method's own `prepare` returned.
     """
@@ -74,15 +74,15 @@ class Memory:
 _MEMORIES: dict[int, Memory] = {}
 
 
-# The memories of problems whose functions are all declared structures, by what they declare.
+# The memories of problems whose functions are all declared structures, by the code that they declare.
 _DECLARED: Recent[Memory] = Recent()
 
 
 def memory_of(problem: Problem) -> Memory:
     """The memory of a problem, for callers that own none. It lives as long as the problem.
 
-    Problems whose objectives declare the same code share one: their functions differ in numbers only, on which no
-    check that is remembered depends.
+    Problems whose objectives declare the same code share one: their functions differ in numbers only, and no
+    remembered check depends on those.
     """
     declared = declared_code(problem.inner), declared_code(problem.outer), getattr(problem.init, "__code__", None)
     if None not in declared and problem.encode is None:
@@ -99,7 +99,7 @@ def memory_of(problem: Problem) -> Memory:
 def declared_code(function: Any) -> Hashable:
     """The code that a structure of this package runs, without its numbers; None for any other function.
 
-    A structure declares it with a method `code`, which returns None if it holds a function of the user's.
+    A structure declares it with a method `code`, which returns None if it holds a function that the user wrote.
     """
     declare = getattr(function, "code", None)
     return declare() if declare is not None else None

@@ -67,8 +67,8 @@ class Hypergradient:
         grad: ∇f_T(λ), a tree like λ.
         inner: w_T, or a list of them when a list of tasks was passed.
         stats: what it cost.
-        state: (w_T, auxiliary variables); with `t` and `tangents`, what the online variants continue from.
-        adjoint: the solution of the linear system of an implicit method, to warm-start the next one with.
+        state: (w_T, auxiliary variables). An online run continues from it, from `t` and from `tangents`.
+        adjoint: the solution of the linear system of an implicit method, with which the next one can start.
     """
 
     value: Tensor
@@ -82,14 +82,14 @@ class Hypergradient:
     tasks: list[Hypergradient] = field(default_factory=list, repr=False)
 
 
-def moved(result: Hypergradient, device: torch.device) -> Hypergradient:
-    """The result with its tensors on a device."""
+def to_device(result: Hypergradient, device: torch.device) -> Hypergradient:
+    """The result with all its tensors on a device."""
 
-    def there(tree: Tree) -> Tree:
+    def on_device(tree: Tree) -> Tree:
         return trees.map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
     names = ("value", "grad", "inner", "state", "tangents", "adjoint")
-    return replace(result, **{name: there(getattr(result, name)) for name in names})
+    return replace(result, **{name: on_device(getattr(result, name)) for name in names})
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Method(ABC):
         exact: it computes ∇f_T up to rounding, not an approximation.
         sees_dynamics: it differentiates the steps, so that step sizes and starts can be learned.
         second_derivatives: it differentiates gradients of the inner objective.
-        outer_derivatives: it differentiates the outer objective, which without them may be an accuracy.
-        tolerance: for a method that is not exact, the relative error that the battery allows where its claim holds,
-        single_tolerance: and the one that it allows in float32.
+        outer_derivatives: it differentiates the outer objective. If False, that objective may be an accuracy.
+        tolerance: for a method that is not exact, the relative error that the battery allows where its claim holds.
+        single_tolerance: the same in float32.
         structure: the inner objective that it is written for, a class of `bilevel.structures`; None for any.
     """
 
@@ -130,12 +130,12 @@ class Method(ABC):
         return self
 
     def kind_of_data(self, process: Process) -> Hashable:
-        """What of λ, the start and the task the checks depend on: data of one kind are checked once."""
+        """The properties of λ, the start and the task that the checks depend on. Equal ones are checked once."""
         task = process.bound.task
         return kind_of([process.start, process.variables, task.train, task.val])
 
     def prepare(self, process: Process) -> Any:
-        """Compute what is the same in all calls of one kind; kept as `process.check_results.prepared`.
+        """Compute what is the same in all calls of one kind. It is kept as `process.check_results.prepared`.
 
         Called once for each kind of call, after all checks.
         """
@@ -170,16 +170,19 @@ class Method(ABC):
         extra: dict[str, Any] | None = None,
         **stats: Any,
     ) -> Hypergradient:
-        """Carry the gradient through `encode` and return it as a tree like λ. A later run may continue from the state
-        `continues`."""
+        """The result, with the gradient carried through `encode` unless it is `pulled` already, as a tree like λ.
+
+        `continues` says whether a later run may continue from the state.
+        """
         parts = list(gradients) if pulled else process.pull_back(list(gradients))
         lam = process.variables[: process.outer_count]
         if any(g is None for g in parts) and not process.allow_unused:
             unseen = next(path for path, g in zip(trees.paths(process.lam), parts, strict=True) if g is None)
             other = "" if self.exact else "use an exact method such as Reverse(), "
             raise BilevelError(
-                f"{type(self).__name__} found no way from λ{unseen} to the outer objective in these {process.steps} "
-                f"steps: λ{unseen} moves only parts of w that the outer objective does not look at, or too late. "
+                f"{type(self).__name__} found no path from λ{unseen} to the outer objective in these {process.steps} "
+                f"steps: λ{unseen} affects only parts of w that the outer objective does not use, or affects them too "
+                f"late. "
                 f"Remove it from λ, {other}or pass allow_unused=True to have its gradient be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]

@@ -16,7 +16,7 @@ from bilevel.engine.process import Process
 from bilevel.tasks.shards import Shards, parts_of
 from bilevel.trees import Spec, Tree
 
-# What each function of `Derivatives` returns: numbers, and vectors like w or λ.
+# What each function of `Derivatives` returns: a number (1), and vectors like w or λ.
 OUTPUTS = {
     "gradient": "w",
     "products": "wwλ",
@@ -151,7 +151,7 @@ class Derivatives:
 
     def _outer(self, w: Tensor, lam: Tensor, batch: Tree) -> list[Tensor]:
         w, lam = _live(w), _live(lam)
-        with torch.enable_grad(), self.bound.around():
+        with torch.enable_grad(), self.bound.user_context():
             value = self.process.problem.outer(self.w.tree(w), self.lam.tree(lam), batch)
         return [value.detach(), *_grad(value, [w, lam])]
 
@@ -167,7 +167,7 @@ class Derivatives:
         return [value, slope, hessian + outer_w, cross + outer_lam]
 
     def _inner(self, w: Tensor, lam: Tensor, batch: Tree) -> Tensor:
-        with torch.enable_grad(), self.bound.around():
+        with torch.enable_grad(), self.bound.user_context():
             return self.bound.inner(self.w.tree(w), self.lam.tree(lam), batch)
 
     def _slope(self, w: Tensor, lam: Tensor, batch: Tree) -> Tensor:
@@ -199,7 +199,10 @@ class Derivatives:
     def _mean(
         self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], parts: Sequence[Tree]
     ) -> list[Tensor]:
-        """The mean over the parts of a batch, which the processes share; the same bits for any number of them."""
+        """The mean over the parts of a batch, which are divided among the processes.
+
+        It is the same, bit for bit, for any number of processes.
+        """
         kinds = OUTPUTS[function.__name__.lstrip("_")]
         like = {"w": vectors[0], "λ": vectors[1], "1": vectors[0][:1]}
         total = torch.zeros_like(torch.cat([like[kind] for kind in kinds]))

@@ -42,7 +42,7 @@ class Process:
         start: begin at this w instead of init(λ) (a warm start).
         previous: continue from this result, with its auxiliary variables and step number (online runs).
         adjoint: the start of an implicit method's linear solver.
-        drawn: the number of training batches that earlier runs drew: step t uses batch `drawn + t` of a sampler.
+        drawn: the number of training batches that earlier runs used: step t uses batch `drawn + t` of a sampler.
         live: do not cut the graph of λ: `variables` are functions of λ's leaves. For a run that is recorded as a
             whole and differentiated more than once.
         memory: the checks that this problem has passed.
@@ -98,8 +98,8 @@ class Process:
         return range(first + 1, first + self.steps + 1)
 
     def bind(self, variables: Sequence[Tensor], data: Sequence[Tensor] | None = None) -> Bound:
-        """The process at given values of its variables, and of its other tensors where `data` (in the order of
-        `data()`) is given."""
+        """The process at given values of its variables, and of its other tensors if `data`, in the order of `data()`,
+        is given."""
         lam = self.lam_spec.unflatten(variables[: self.outer_count])
         leaves = self._task_leaves
         if self._encoded_at or data is not None:
@@ -196,8 +196,8 @@ class Bound:
         self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
         self._fixed_point, self._residual = problem.fixed_point, problem.residual
         self._start, self._previous, self._drawn = process.start, process.previous, process.drawn
-        # Found by the first check of the problem.
-        self.around = differentiable_twice(process.memory)
+        # The context in which the user's functions run. The first check of the problem decides on it.
+        self.user_context = differentiable_twice(process.memory)
         with torch.enable_grad():
             self.dynamics = call_user("the function of λ passed as dynamics", process.dynamics, self.lam)
 
@@ -205,7 +205,7 @@ class Bound:
         """Φ_0(λ) with new auxiliary variables, or the state from which the process continues."""
         if self._previous is not None:
             return trees.detach(self._previous.state)
-        with self.around():
+        with self.user_context():
             w = self._init(self.lam) if self._start is None else trees.detach(self._start)
         # If w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not contain ∂L/∂λ.
         w = trees.map(_own_copy, w)
@@ -217,21 +217,21 @@ class Bound:
 
     def loss(self, t: int) -> Callable[[Tree], Tensor]:
         """L_λ on the batch of step t, as a function of w."""
-        inner, lam, batch, around = self.inner, self.lam, self.batch(t), self.around
+        inner, lam, batch, user_context = self.inner, self.lam, self.batch(t), self.user_context
 
         def loss(w: Tree) -> Tensor:
-            with around():
+            with user_context():
                 return inner(w, lam, batch)
 
         return loss if self._residual is None else self._with_equations(loss, batch)
 
     def _with_equations(self, loss: Callable[[Tree], Tensor], batch: Tree) -> EquationLoss:
         """The loss with the functions that it is made of, for dynamics that iterate or solve the equations."""
-        lam, around = self.lam, self.around
+        lam, user_context = self.lam, self.user_context
 
         def of(function: Callable[[Tree, Tree, Tree], Tree]) -> Callable[[Tree], Tree]:
             def evaluate(w: Tree) -> Tree:
-                with around():
+                with user_context():
                     return function(w, lam, batch)
 
             return evaluate
@@ -245,11 +245,11 @@ class Bound:
         if not self.dynamics.leafwise and torch.is_grad_enabled():
             # The previous step may have computed a leaf of w from another leaf, or from λ. ∇_w L must not see that.
             w = w.view_as(w) if isinstance(w, Tensor) else trees.map(lambda leaf: leaf.view_as(leaf), w)
-        with self.around():
+        with self.user_context():
             return self.dynamics.step(self.loss(t), w, state[1], t)
 
     def outer(self, state: State) -> Tensor:
-        with self.around():
+        with self.user_context():
             return self._outer(state[0], self.lam, self.task.val)
 
 

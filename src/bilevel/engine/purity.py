@@ -14,15 +14,15 @@ from bilevel.errors import BilevelError
 
 
 def check_purity(process: Process, state: State) -> None:
-    """Run the first step twice, once per problem. ∇L is computed twice too: a projection, a sign or clipping may hide
-    in the first step that ∇L is random."""
+    """Run the first step twice, once per problem. ∇L is computed twice too, because a projection, a sign or clipping
+    in the first step may hide a random ∇L."""
     if process.steps:
         t, bound = process.times[0], process.bound
         with torch.no_grad():
             refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
             if process.check_results.uses_inner:
                 first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
-                refuse_impure(first, again, f"The gradient of the inner objective at step {t} was another")
+                refuse_impure(first, again, f"The gradient of the inner objective at step {t} was different")
 
 
 def refuse_impure(first: Any, again: Any, what: str) -> None:

@@ -65,9 +65,9 @@ class PullBack:
         return tuple(torch.zeros_like(x) if part is None else part for x, part in zip(points, parts, strict=True))
 
 
-class Known(Function):
-    """`Known.apply(function, data, *tensors)` returns the value of an `Evaluated` function and its gradient. The first
-    `data` tensors are data.
+class WithKnownGradient(Function):
+    """`WithKnownGradient.apply(function, data, *tensors)` returns the value of an `Evaluated` function and its
+    gradient. The first `data` tensors are data.
 
     The gradient has no derivatives here. It is an output only because torch requires it.
     """
@@ -87,21 +87,21 @@ class Known(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None, *_: None) -> tuple[Any, ...]:
-        nothing = [None] * (2 + ctx.data)
+        no_gradients = [None] * (2 + ctx.data)
         if cotangent is None:
-            return *nothing, *[None] * len(ctx.slopes)
+            return *no_gradients, *[None] * len(ctx.slopes)
         if not torch.is_grad_enabled():
             # The inputs are not used: the caller may have changed them in place since.
-            return *nothing, *(cotangent * slope for slope in ctx.slopes)
+            return *no_gradients, *(cotangent * slope for slope in ctx.slopes)
         count, function = len(ctx.saved_tensors) - len(ctx.slopes), ctx.function
         tensors, slopes = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         pull_back = PullBack(lambda *inputs: (function.record(*inputs),), ctx.data, count - ctx.data)
         pulled = [cotangent * slope for slope in slopes]
-        return *nothing, *recomputed(pull_back, ctx.data, len(pulled), *tensors, cotangent, *pulled)
+        return *no_gradients, *recomputed(pull_back, ctx.data, len(pulled), *tensors, cotangent, *pulled)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
-        return _one_by_one(Known, info, in_dims, inputs)
+        return _one_by_one(WithKnownGradient, info, in_dims, inputs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -141,7 +141,7 @@ class Recomputed(Function):
 
 
 # torch binds arguments to this signature at every call. Without this line Python builds it each time (40 µs).
-Known.forward.__signature__ = inspect.signature(Known.forward)  # type: ignore[attr-defined]
+WithKnownGradient.forward.__signature__ = inspect.signature(WithKnownGradient.forward)  # type: ignore[attr-defined]
 
 
 def recomputed(*inputs: Any) -> Tensors:

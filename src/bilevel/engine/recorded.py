@@ -44,7 +44,7 @@ def counted(step: Callable[[], Any], given: list[Tensor]) -> tuple[Any, int]:
 
 
 def allocated(call: Callable[[], Any]) -> int:
-    """The peak of the bytes of the tensors that a call creates, those that are freed meanwhile subtracted."""
+    """The largest number of bytes that the tensors created by a call take at one time."""
     with _Allocations() as seen:
         call()
     return seen.peak

@@ -19,7 +19,7 @@ from bilevel.errors import BilevelError
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 # The memory of a process grows by more than its tensors take, because freed tensors leave gaps. On a network of 10⁷
 # weights it grew by 1.3 to 1.8 times as much.
-GAPS = 2
+FRAGMENTATION = 2
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Plan:
     def __str__(self) -> str:
         return (
             f"{self.kind}: {self.kept:,} kept, {self.group:,} recorded together, {self.steps:,} steps before they are "
-            f"recorded, {amount(self.memory)}"
+            f"recorded, {format_bytes(self.memory)}"
         )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What planning needs to know about a run, in bytes: a state, the graph of a recorded step, and what every plan
-    needs: the adjoint, the gradient, and the workspace to record and differentiate one step."""
+    """The sizes of a run that a plan depends on, in bytes: a state, the graph of a recorded step, and what every plan
+    needs, namely the adjoint, the gradient, and the workspace to record and differentiate one step."""
 
     steps: int
     state: int
@@ -60,12 +60,12 @@ class Sizes:
     fixed: int
 
     def memory(self, group: int, kept: int) -> int:
-        """`kept` states, the one that a group starts from, and the group."""
-        return GAPS * (self.fixed + (kept + 1) * self.state + (group - 1) * self.graph)
+        """The bytes of `kept` states, the state that a group starts from, and the group."""
+        return FRAGMENTATION * (self.fixed + (kept + 1) * self.state + (group - 1) * self.graph)
 
     def room(self, group: int, budget: int) -> int:
-        """How many states fit."""
-        return (budget - self.memory(group, 0)) // (GAPS * self.state)
+        """How many states fit into the budget beside a recorded group."""
+        return (budget - self.memory(group, 0)) // (FRAGMENTATION * self.state)
 
     def plan(self, budget: int, preferred: int) -> Plan:
         """The plan that runs the fewest steps within the budget.
@@ -75,10 +75,10 @@ class Sizes:
             preferred: how many steps are recorded together if memory does not matter.
         """
         preferred = max(1, min(preferred, self.steps))
-        without = [g for g in self._groups(preferred) if self.room(g, budget) >= math.ceil(self.steps / g)]
-        if without:
+        keep_all = [g for g in self._groups(preferred) if self.room(g, budget) >= math.ceil(self.steps / g)]
+        if keep_all:
             # Smaller groups stay in the cache, larger ones mean fewer calls; neither changes the number of steps.
-            group = min(without, key=lambda g: abs(math.log(g / preferred)))
+            group = min(keep_all, key=lambda g: abs(math.log(g / preferred)))
             count = math.ceil(self.steps / group)
             kind: Literal["all iterates", "balanced groups"] = (
                 "all iterates" if group <= preferred else "balanced groups"
@@ -93,16 +93,16 @@ class Sizes:
             least = self.memory(1, 1)
             raise BilevelError(
                 f"Reverse(memory={budget:,}) is too little for any plan: the least that works here is {least:,} bytes "
-                f"({amount(least)}), for two states of {amount(self.state)}, the workspace of one step and its "
-                f"derivative, {amount(self.fixed)}, and as much again for the gaps that freed tensors leave. With so "
-                f"little, {runs(self.steps, 1):,} steps would be run; {amount(self.memory(1, self.logarithm))} are a "
-                "better choice."
+                f"({format_bytes(least)}), for two states of {format_bytes(self.state)}, the workspace of one step and "
+                f"its derivative, {format_bytes(self.fixed)}, and as much again for the gaps that freed tensors leave. "
+                f"With so little, {runs(self.steps, 1):,} steps would be run; "
+                f"{format_bytes(self.memory(1, self.logarithm))} are a better choice."
             )
         return min(plans, key=lambda plan: (plan.steps, plan.memory))
 
     @property
     def logarithm(self) -> int:
-        """log₂ T + 1 states: so many that no step is run more than about log₂ T times."""
+        """log₂ T + 1, the number of states with which no step is run more than about log₂ T times."""
         return max(1, math.ceil(math.log2(max(self.steps, 1)))) + 1
 
     def _groups(self, preferred: int) -> list[int]:
@@ -145,7 +145,7 @@ def backwards(
 
 
 def repetitions(count: int, kept: int) -> int:
-    """r: how often a group is run at most before it is recorded."""
+    """r, the largest number of times that a group is run before it is recorded."""
     r = 0
     while math.comb(kept + r, kept) < count:
         r += 1
@@ -153,7 +153,7 @@ def repetitions(count: int, kept: int) -> int:
 
 
 def runs(count: int, kept: int) -> int:
-    """How many groups are run before they are recorded, in all: the least with `kept` states in memory.
+    """The smallest total number of runs of groups before they are recorded, with `kept` states in memory.
 
     >>> runs(100, 100), runs(100, 5), runs(100, 1)
     (99, 316, 4950)
@@ -165,7 +165,7 @@ def runs(count: int, kept: int) -> int:
 
 
 def split(count: int, kept: int) -> int:
-    """After how many of `count` groups the next state is kept, if `kept` states may be, the first of them included."""
+    """The number of groups, out of `count`, after which the next state is kept, if `kept` states may be."""
     r = repetitions(count, kept)
     return min(math.comb(kept + r - 1, kept), count - math.comb(kept + r - 2, kept - 1))
 
@@ -189,10 +189,10 @@ def as_bytes(memory: Any) -> int:
     return memory
 
 
-def amount(size: float) -> str:
-    """Bytes in words.
+def format_bytes(size: float) -> str:
+    """A number of bytes as text.
 
-    >>> amount(2_340_000)
+    >>> format_bytes(2_340_000)
     '2.34 MB'
     """
     for unit in ("B", "kB", "MB"):

@@ -8,7 +8,7 @@ from bilevel import trees
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Method
 from bilevel.engine.process import Process
-from bilevel.engine.replay import amount
+from bilevel.engine.replay import format_bytes
 from bilevel.errors import BilevelError
 from bilevel.methods.forward import Forward
 from bilevel.methods.implicit import Implicit
@@ -65,17 +65,18 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
     check_process(process, Unrolled())
     graph, iterates = steps * process.check_results.graph_bytes if steps else 0, steps * trees.nbytes(state)
     if graph <= budget:
-        return Unrolled(), f"Unrolled: recording all steps takes about {amount(graph)}, which fits ({sizes})."
+        return Unrolled(), f"Unrolled: recording all steps takes about {format_bytes(graph)}, which fits ({sizes})."
     if iterates <= budget:
         return (
             Reverse(),
-            f"Reverse: recording all steps would take about {amount(graph)}, the iterates alone {amount(iterates)} "
-            f"({sizes}).",
+            f"Reverse: recording all steps would take about {format_bytes(graph)}, the iterates alone "
+            f"{format_bytes(iterates)} ({sizes}).",
         )
     if count <= 8:
         return (
             Forward(),
-            f"Forward: the iterates alone would take {amount(iterates)}, and λ has only {count} numbers ({sizes}).",
+            f"Forward: the iterates alone would take {format_bytes(iterates)}, and λ has only {count} numbers "
+            f"({sizes}).",
         )
     try:
         with_less = Reverse(memory=budget)
@@ -83,11 +84,11 @@ def choose(process: Process, budget: int = BUDGET, closed_form: bool = True) -> 
     except BilevelError:
         return (
             Reverse("sqrt"),
-            f"Reverse('sqrt'): the iterates alone would take {amount(iterates)}, and no plan takes less than "
-            f"{amount(budget)} ({sizes}).",
+            f"Reverse('sqrt'): the iterates alone would take {format_bytes(iterates)}, and no plan takes less than "
+            f"{format_bytes(budget)} ({sizes}).",
         )
     return (
         with_less,
-        f"Reverse(memory={budget}): the iterates alone would take {amount(iterates)}; {plan.kept} of them and "
+        f"Reverse(memory={budget}): the iterates alone would take {format_bytes(iterates)}; {plan.kept} of them and "
         f"{plan.steps:,} steps to compute the others fit ({sizes}).",
     )

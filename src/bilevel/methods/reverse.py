@@ -17,7 +17,7 @@ from bilevel.engine.method import Hypergradient, Method
 from bilevel.engine.process import Gradients, Process, State, accumulate, start_vjp, steps_vjp
 from bilevel.engine.purity import refuse_impure
 from bilevel.engine.recorded import allocated
-from bilevel.engine.replay import Plan, Sizes, amount, as_bytes, backwards, runs
+from bilevel.engine.replay import Plan, Sizes, as_bytes, backwards, format_bytes, runs
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.methods.compiled_blocks import compile_blocks
 
@@ -107,7 +107,7 @@ class Reverse(Method):
             if plan.steps > MANY_RUNS * process.steps:
                 warnings.warn(
                     f"Reverse(memory={self.memory!r}) runs {plan.steps:,} steps for T = {process.steps:,}. With "
-                    f"{amount(sizes.memory(1, sizes.logarithm))} it would run "
+                    f"{format_bytes(sizes.memory(1, sizes.logarithm))} it would run "
                     f"{runs(process.steps, sizes.logarithm):,}.",
                     BilevelWarning,
                     stacklevel=3,

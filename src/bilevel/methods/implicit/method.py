@@ -248,7 +248,7 @@ def _stationary(process: Process, state: State) -> System:
         loss = objective_at_rest(process.bound, max(process.times.stop - 1, 1))
         form = trees.leaves(gradient(loss, spec.unflatten(points)))
     with torch.no_grad():
-        refuse_impure(form, gradient(loss, trees.detach(state[0])), "∇L at w_T was another")
+        refuse_impure(form, gradient(loss, trees.detach(state[0])), "∇L at w_T was different")
     if not any(part.requires_grad for part in form):
         raise BilevelError(
             "The gradient of the inner objective does not depend on w or λ (a linear objective?), so it has no "
