@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 
 from bilevel.errors import Outcome
 
-# part(k, result): k updates have been made, and `result` is what the driver reports there. An outcome ends the loop.
+# part(k, result) is called after k updates of λ, with the `result` that the driver reports. An outcome ends the loop.
 Part: TypeAlias = Callable[[int, Any], Outcome | None]
 
 
 class LoopEnded(Exception):
-    """A part ended the loop. Drivers let it pass."""
+    """A part ended the loop. Drivers must not catch this exception."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -61,7 +61,7 @@ class Loop:
 
 
 def budget(iterations: int) -> Part:
-    """The part that ends a loop after so many hyperiterations."""
+    """A part that ends the loop after this number of hyperiterations."""
 
     def part(k: int, result: Any) -> Outcome | None:
         return Outcome("finished", f"Ran all {k} hyperiterations.") if k >= iterations else None
@@ -70,5 +70,5 @@ def budget(iterations: int) -> Part:
 
 
 def every(count: int, part: Part) -> Part:
-    """The part after every `count` hyperiterations only, and not at the start: checkpoints, for example."""
+    """A part that is called every `count` hyperiterations, and not at the start, for example to write checkpoints."""
     return lambda k, result: part(k, result) if k and k % count == 0 else None

@@ -39,15 +39,15 @@ class Dynamics(ABC):
     # False if a step is a solver of its own that runs to a tolerance: only methods that do not differentiate the steps
     # may be used, which means `Implicit`.
     differentiable: ClassVar[bool] = True
-    # True if late steps may leave w where it is: at a tolerance, or where a line search finds no smaller value. Their
-    # derivative does not shrink, so that `Truncated`, which relies on it, is refused.
+    # True if late steps may leave w unchanged: at a tolerance, or where a line search finds no smaller value. Such a
+    # step is not a contraction, so `Truncated`, which relies on contraction, is refused.
     stops: ClassVar[bool] = False
-    # Settings that decide when to stop or which way to go, and have no derivative.
+    # Settings that decide when to stop or which branch is taken. They have no derivative.
     undifferentiated: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        # A promise about a step does not hold for a step that overrides it.
+        # A subclass that overrides `step` must declare `leafwise` anew.
         if "step" in vars(cls) and "leafwise" not in vars(cls):
             cls.leafwise = False
 
@@ -176,7 +176,7 @@ def _take_apart(w: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
 
 
 def at(setting: Setting, t: int) -> Any:
-    """The value of a setting at step t: schedules are called, everything else is itself."""
+    """The value of a setting at step t: a schedule is called, anything else is returned as it is."""
     return setting(t) if callable(setting) and not isinstance(setting, Tensor) else setting
 
 

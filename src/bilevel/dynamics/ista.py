@@ -28,7 +28,7 @@ class ISTA(Dynamics):
         return self.penalty.prox(gradient_step(loss, w, lr), lr, t), state
 
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
-        # A fixed point is one for every step size, so only the penalty has a gradient there.
+        # The fixed points do not depend on the step size, so only the penalty is differentiated.
         lr = trees.detach(at(self.lr, t))
         return self.penalty.prox(gradient_step(loss, w, lr), lr, t)
 

@@ -68,7 +68,7 @@ class LBFGS(Dynamics):
             max_iter=self.max_iter,
             max_eval=5 * self.max_iter,
             tolerance_grad=self.tol,
-            # The loss stops changing where ‖∇L‖ is still the root of the rounding error.
+            # Values of the loss stop changing while ‖∇L‖ is still about the square root of the rounding error.
             tolerance_change=0.0,
             history_size=self.history,
             line_search_fn="strong_wolfe",

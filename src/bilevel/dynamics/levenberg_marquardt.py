@@ -74,12 +74,12 @@ class LevenbergMarquardt(Dynamics):
             return _jacobian(residuals, like.new_tensor(numbers)).double().cpu().numpy()
 
         start = like.double().cpu().numpy()
-        enough = len(evaluated(start)) >= len(start)
+        overdetermined = len(evaluated(start)) >= len(start)
         found = _least_squares()(
             evaluated,
             start,
             jacobian,
-            method="lm" if enough else "trf",
+            method="lm" if overdetermined else "trf",
             # scipy refuses tolerances below the rounding error of float64.
             **dict.fromkeys(("ftol", "xtol", "gtol"), max(self.tol, 1e-15)),
             max_nfev=self.max_iter,

@@ -24,8 +24,8 @@ class LineSearch(Dynamics):
     Args:
         lr: the longest step, which is tried first.
         shrink: the factor of the next trial, between 0 and 1.
-        slope: the share of the decrease that the gradient promises.
-        trials: after so many trials w stays, because L cannot be made smaller in this precision.
+        slope: the required fraction of the decrease that a linear model of L predicts.
+        trials: the number of trials after which w is left unchanged, because rounding hides any decrease of L.
     """
 
     lr: Setting = 1.0
@@ -40,7 +40,7 @@ class LineSearch(Dynamics):
     def __post_init__(self) -> None:
         if not (0 < self.shrink < 1 and 0 < self.slope < 1):
             raise BilevelError(
-                f"LineSearch(shrink={self.shrink}, slope={self.slope}) would not end: both lie between 0 and 1."
+                f"LineSearch(shrink={self.shrink}, slope={self.slope}) is not possible: both must lie between 0 and 1."
             )
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
@@ -53,10 +53,10 @@ class LineSearch(Dynamics):
         """shrinkᵏ."""
         value, factor = float(loss(w)), 1.0
         pairs = zip(trees.leaves(grads), per_leaf(lr, w), strict=True)
-        promised = float(sum((g * g * rate).sum() for g, rate in pairs))
+        predicted = float(sum((g * g * rate).sum() for g, rate in pairs))
         for _ in range(self.trials):
             moved = update(lambda x, g, rate, factor=factor: x - factor * rate * g, w, grads, settings=(lr,))
-            if float(loss(moved)) <= value - self.slope * factor * promised:
+            if float(loss(moved)) <= value - self.slope * factor * predicted:
                 return factor
             factor *= self.shrink
         return 0.0

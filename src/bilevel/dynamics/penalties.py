@@ -28,7 +28,7 @@ class Penalty(ABC):
         """prox_{step·Ω}(w), with the strength of step t."""
 
     def duality_gap(self, w: Tree, slope: Tree, value: Tensor, t: int = 1) -> Tensor:
-        """A bound on L(w) + Ω(w) minus the minimum, from ∇L(w) and L(w), for a convex L ≥ 0.
+        """A bound on L(w) + Ω(w) minus its minimum, from ∇L(w) and L(w), for a convex L ≥ 0.
 
         For a minimiser u, convexity gives L(u) ≥ L(w) + ⟨∇L, u − w⟩. For a norm Ω with dual norm ρ of ∇L, and because
         Ω(u) ≤ L(w) + Ω(w), the gap is at most Ω(w) + ⟨∇L, w⟩ + max(0, ρ − 1)·(L(w) + Ω(w)).
@@ -41,7 +41,7 @@ class Penalty(ABC):
         own = self.value(w, t)
         excess = (self.dual_norm(slope, t) - 1).clamp_min(0)
         linear = own + trees.dot(slope, w)
-        # 0 · ∞ where a part of w has no penalty and L + Ω is zero.
+        # `where` avoids 0 · ∞, which occurs if a part of w has no penalty and L + Ω is zero.
         return linear + torch.where(excess > 0, excess * (value + own), 0)
 
     def dual_norm(self, slope: Tree, t: int = 1) -> Tensor:

@@ -25,7 +25,7 @@ class Projected(Dynamics):
 
     Args:
         dynamics: `GradientDescent(lr)` or `HeavyBall(lr, momentum)`. After a step of another kind, such as Adam's, the
-            projected w would rest at points that are not minimisers, so others are refused.
+            projected w would converge to points that are not minimisers, so other dynamics are refused.
         constraint: `Box`, `Simplex`, `Ball`, `NonNegative`, `Polyhedron`, or any object with `project(w)`.
 
     >>> import torch, bilevel as bl
@@ -44,7 +44,7 @@ class Projected(Dynamics):
     def __post_init__(self) -> None:
         if not isinstance(self.dynamics, Dynamics) or self.dynamics.heavy_ball_form(1) is None:
             raise BilevelError(
-                f"Projected({self.dynamics!r}, …) is not known to rest at the minimisers of L over the set. Pass "
+                f"Projected({self.dynamics!r}, …) is not known to converge to minimisers of L over the set. Pass "
                 "GradientDescent(lr) or HeavyBall(lr, momentum); for acceleration write FISTA(lr, Indicator(set))."
             )
         if not callable(getattr(self.constraint, "project", None)):
@@ -64,7 +64,7 @@ class Projected(Dynamics):
         lr, momentum = self.dynamics.heavy_ball_form(t) or (1.0, 0.0)
         # The velocity at rest is −lr/(1 − momentum)·∇L.
         rate = lr / (1 - momentum) if isinstance(lr, (int, float, Tensor)) else lr
-        # A fixed point is one for every single step size. With one for each weight it depends on them.
+        # The fixed points do not depend on a single step size, but they depend on step sizes per weight.
         single = not isinstance(rate, Tensor) or rate.numel() == 1
         return self.constraint.project(gradient_step(loss, w, trees.detach(rate) if single else rate))
 
@@ -78,7 +78,7 @@ class Projected(Dynamics):
 
 @dataclass(frozen=True)
 class _Between:
-    """A set for the examples: this room does not import constraints."""
+    """A constraint for the examples, because `dynamics` must not import `constraints`."""
 
     low: float
     high: float

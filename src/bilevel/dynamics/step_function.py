@@ -15,7 +15,7 @@ from bilevel.dynamics.base import Dynamics, Loss, gradient, update
 from bilevel.trees import Tree
 
 
-def _nothing(w: Tree) -> tuple[()]:
+def _no_state(w: Tree) -> tuple[()]:
     return ()
 
 
@@ -29,7 +29,7 @@ class StepFunction(Dynamics):
     """
 
     function: Callable[[Loss, Tree, Tree, int], tuple[Tree, Tree]]
-    start: Callable[[Tree], Tree] = _nothing
+    start: Callable[[Tree], Tree] = _no_state
 
     def init(self, w: Tree) -> Tree:
         return self.start(w)

@@ -56,9 +56,8 @@ class TorchOptim(Dynamics):
                 "its step. Write the step as a function `step(loss, w, state, t)` and pass that as the dynamics."
             )
 
-    def _refuse_what_cannot_be_learned(self, settings: Mapping[str, Any]) -> None:
-        """Other settings, and other classes, raise a TypeError in torch or, like ASGD's, silently lose their
-        gradient."""
+    def _refuse_learned_settings(self, settings: Mapping[str, Any]) -> None:
+        """Refuse learned settings that make torch raise a TypeError or, as with ASGD, silently drop the gradient."""
         for name, value in settings.items():
             learned = any(leaf.requires_grad for leaf in trees.tensors(value))
             if learned and not (name == "lr" and issubclass(self.optimizer, _LEARN_LR)):
@@ -86,14 +85,14 @@ class TorchOptim(Dynamics):
         # The optimiser writes into its parameters and its state, so it gets copies, which stay in the graph.
         parameters = [point.clone() for point in points]
         settings = {k: at(v, t) for k, v in self.settings.items()}
-        self._refuse_what_cannot_be_learned(settings)
+        self._refuse_learned_settings(settings)
         try:
             optimizer = self.optimizer(parameters, differentiable=True, **settings)
             for parameter, grad, old in zip(parameters, grads, state, strict=True):
                 # Some classes rescale the gradient they are given in place.
                 parameter.grad = grad.clone()
                 if old:
-                    optimizer.state[parameter] = {k: _own(k, v) for k, v in old.items()}
+                    optimizer.state[parameter] = {k: _copy_of_state(k, v) for k, v in old.items()}
             with _Differentiable():
                 optimizer.step()
         except (TypeError, ValueError) as error:
@@ -115,7 +114,7 @@ class TorchOptim(Dynamics):
         ]
 
 
-def _own(key: str, value: Any) -> Any:
+def _copy_of_state(key: str, value: Any) -> Any:
     """A copy of an entry of the state for the optimiser to write to. The count of steps, and ASGD's `eta` and `mu`, are
     tensors but not variables, so they are detached."""
     if not isinstance(value, Tensor):
@@ -124,7 +123,7 @@ def _own(key: str, value: Any) -> Any:
 
 
 def _detached_unless_recording(value: Any) -> Any:
-    # `Optimizer.step` records by itself, also where gradients are switched off around it.
+    # `Optimizer.step` enables gradients itself, so its results have a graph even under `torch.no_grad`.
     return value.detach() if isinstance(value, Tensor) and not torch.is_grad_enabled() else value
 
 

@@ -21,18 +21,18 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Until(Dynamics):
-    """The steps of a dynamics until ‖∇L(w)‖ ≤ tol, ‖w − Φ(w)‖ ≤ tol, or F(w) − min F ≤ gap; then w stays.
+    """The steps of a dynamics until ‖∇L(w)‖ ≤ tol, ‖w − Φ(w)‖ ≤ tol, or F(w) − min F ≤ gap; then w no longer changes.
 
     T is the largest number of steps, and `stats.iterations` the number of steps taken. The steps before the stop are
     differentiated as they are, so that every method may be used; `Implicit()` warns if T steps were not enough.
 
     Args:
-        dynamics: what is run. Where its limits are fixed points (proximal and projected dynamics, `Picard`,
-            `Anderson`), the distance ‖w − Φ(w)‖ is compared with `tol`, else ‖∇L(w)‖.
+        dynamics: the dynamics that is run. If its limits are fixed points (proximal and projected dynamics, `Picard`,
+            `Anderson`), ‖w − Φ(w)‖ is compared with `tol`; otherwise ‖∇L(w)‖ is.
         tol: the tolerance.
         gap: for `ISTA` and `FISTA`: stop when the duality gap, which bounds L + Ω minus its minimum for a convex L ≥ 0,
             is at most this. Pass `tol` or `gap`.
-        every: test at every so many steps, because a test costs a gradient.
+        every: the number of steps between two tests. A test costs a gradient.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -55,8 +55,8 @@ class Until(Dynamics):
     def __post_init__(self) -> None:
         if not isinstance(self.dynamics, Dynamics) or (self.tol is None) == (self.gap is None) or self.every < 1:
             raise BilevelError(
-                f"Until({self.dynamics!r}, tol={self.tol}, gap={self.gap}, every={self.every}) is not a way to stop. "
-                "Pass a dynamics and either tol or gap: Until(GradientDescent(0.1), tol=1e-8)."
+                f"Until({self.dynamics!r}, tol={self.tol}, gap={self.gap}, every={self.every}) does not say when to "
+                "stop. Pass a dynamics and either tol or gap: Until(GradientDescent(0.1), tol=1e-8)."
             )
         if self.gap is not None and not isinstance(self.dynamics, ISTA):
             raise BilevelError(
@@ -65,7 +65,7 @@ class Until(Dynamics):
             )
 
     @property
-    def equations(self) -> bool:  # type: ignore[override] # a fact of the dynamics inside
+    def equations(self) -> bool:  # type: ignore[override] # as the dynamics that it runs
         return self.dynamics.equations
 
     def init(self, w: Tree) -> Tree:
