@@ -31,7 +31,7 @@ def with_outer_batch(tasks: Any, k: int) -> Any:
     return replace(tasks, val=tasks.val(k + 1)) if isinstance(tasks, Task) and callable(tasks.val) else tasks
 
 
-def inner_side(
+def check_inner_side(
     algorithm: Algorithm,
     dynamics: DynamicsLike | None,
     steps: int | None,
@@ -41,7 +41,7 @@ def inner_side(
     tasks: Any,
     iterations: int,
 ) -> tuple[DynamicsLike, int, Any]:
-    """The dynamics, T and the tasks as the algorithm needs them, or an error before any work."""
+    """Check the arguments, and return the dynamics, T and the tasks in the form that the algorithm needs."""
     name = type(algorithm).__name__
     if not algorithm.moves_w:
         if dynamics is None or steps is None:
@@ -67,9 +67,9 @@ def inner_side(
     for setting, limit in (("tol", tol), ("patience", patience)):
         if limit is not None and noisy and not (reduced and setting == "tol"):
             raise BilevelError(
-                f"{setting}={limit!r} compares numbers that {name} knows on one batch only, so chance would decide. "
-                "Leave it out, decide in a callback on all the data, or take tol with SABA or SRBA, whose noise "
-                "vanishes."
+                f"{setting}={limit!r} compares numbers that {name} knows on one batch only, so the end would be "
+                "random. Leave it out, decide in a callback on all the data, or pass tol with SABA or SRBA, whose "
+                "noise vanishes."
             )
     # The process is only an example for the checks; its step is not used.
     return GradientDescent(1e-3), 1, task
@@ -104,7 +104,7 @@ def _one_task(name: str, tasks: Any) -> Task:
         if len(tasks) == 1 and isinstance(tasks[0], Task):
             return tasks[0]
         raise BilevelError(
-            f"{name} carries one w along, but a list of {len(tasks)} tasks was passed. Pass one task whose w holds the "
+            f"{name} updates one w, but a list of {len(tasks)} tasks was passed. Pass one task whose w holds the "
             "variables of all of them, or use Descent()."
         )
     if isinstance(tasks, Iterator):

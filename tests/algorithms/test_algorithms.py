@@ -307,7 +307,7 @@ def test_spg_ends_in_words():
     zero = {"a": torch.zeros(1, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
     rising = quadratic(lambda w, lam, x: flat(w).sum())
     corner = solve(bl.SPG(), rising, zero, tol=None, constraint=bl.Box(0, 1))
-    assert corner.outcome == "Converged after 0 steps: no point of Λ along −∇f_T is another."
+    assert corner.outcome == "Converged after 0 steps: the projected gradient step does not move λ."
 
     def wrong_slope(w, lam, x):
         return sum(v.abs().sum() + (v - v.detach()).sum() for v in w.values())

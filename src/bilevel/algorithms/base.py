@@ -1,4 +1,4 @@
-"""What an algorithm for the outer problem is."""
+"""The base class of algorithms for the outer problem, and the problem as they see it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class OuterProblem:
     Attributes:
         lam: where to begin, a point of Λ; a copy that belongs to the algorithm.
         constraint: Λ, or None where λ is free.
-        hyperiteration: f_T and ∇f_T at a λ, as hyperiteration k = 0, 1, … It is recorded, and shown to callbacks. The
-            algorithm does not change this λ afterwards. The call raises `LoopEnded` if the loop has to end here; the
-            algorithm does not catch it.
+        hyperiteration: f_T and ∇f_T at a λ, as hyperiteration k = 0, 1, … It is recorded and passed to callbacks. The
+            algorithm must not change this λ afterwards. The call raises `LoopEnded` if the loop has to end here; the
+            algorithm must not catch it.
         evaluate: f_T and ∇f_T at a λ on the tasks of the current hyperiteration, not recorded: for line searches.
         saved: the state to resume from, as the function given to `keep` returned it; None at the beginning of a run.
         keep: the algorithm passes a function that returns its state, before the first hyperiteration. The loop may
@@ -34,8 +34,8 @@ class OuterProblem:
             values. An algorithm that starts from it repeats that hyperiteration and then goes on with the same numbers.
         task: the data, for algorithms that move w themselves; `train` and `val` may be functions of the draw.
         process: the problem at a λ and a task of batches, for such algorithms.
-        report: for such algorithms, takes the place of `hyperiteration`: it shows the loop a λ, with E, w and the
-            direction of λ as a `Hypergradient`, and the norm of all directions.
+        report: for such algorithms, replaces `hyperiteration`. It takes λ, a `Hypergradient` with E, w and the
+            direction of λ, and the norm of all directions.
     """
 
     lam: Tree

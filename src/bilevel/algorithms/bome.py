@@ -28,10 +28,9 @@ class BOME(SingleLoop):
     k; the products then count λ in units of √(γ/ξ), in which the algorithm is the paper's. Reference: "BOME! Bilevel
     optimization made easy: a simple first-order approach" (NeurIPS 2022).
 
-    What it approximates: a stationary point of f. How well: the point is off by the order of ξ and by what Q steps
-    leave of the distance from z to the minimiser. There is no certificate. With batches, m is the multiplier of one
-    batch, whose mean is not that of the data, so the point that is reached is biased: where that matters, pass all the
-    data, or use SOBA.
+    It approximates a stationary point of f. The error is of the order of ξ, plus the distance from z to the minimiser
+    that remains after Q steps. There is no certificate. With batches, m is the multiplier of one batch, whose mean is
+    not that of the data, so the point that is reached is biased. If that matters, pass all the data, or use SOBA.
 
     Args:
         inner_steps: Q.
@@ -67,7 +66,7 @@ class BOME(SingleLoop):
         return self.inner_steps
 
     def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
-        """ξ, or 0 where γ is given. ξ moves w along ∇E too, so it must suit the curvature of E."""
+        """ξ, or 0 if γ is given. ξ also moves w along ∇E, so the curvature of E limits it."""
         if self.outer_lr is not None:
             return 0.0
         steepest = probe.outer_curvature()

@@ -1,4 +1,4 @@
-"""What SUSTAIN and MRBO share: recursive momentum on the directions of w and of λ."""
+"""The base class of SUSTAIN and MRBO: recursive momentum on the directions of w and of λ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DoubleMomentum(SingleLoop):
     G is ∇_w L for w, and ∇²_{λw} L v + ∇_λ E for λ, with v from a Neumann series on batches of its own.
 
     Args:
-        terms: of the series; None takes as many as leave 1e-3 of v out, by the curvature at the start.
+        terms: of the series. None chooses them for a relative truncation error of 1e-3, by the curvature at the start.
         momentum: η_0; η_k falls like k^−2/3, and the step sizes like k^−1/3.
     """
 
@@ -37,7 +37,9 @@ class DoubleMomentum(SingleLoop):
         super().__post_init__()
         check_count(self, "terms")
         if not 0 < self.momentum <= 1:
-            raise BilevelError(f"momentum={self.momentum!r} is not the share of a new gradient; pass 0 < momentum ≤ 1.")
+            raise BilevelError(
+                f"momentum={self.momentum!r} is not the weight of a new gradient; pass 0 < momentum ≤ 1."
+            )
 
     @abstractmethod
     def inverse(self, at: Derivatives, systems: Systems, rates: Rates, draw: Draws) -> list[Tensor]:

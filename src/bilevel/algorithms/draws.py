@@ -15,7 +15,7 @@ class BatchSource:
     """One side of a task: a sampler, batches that stay the same, or one batch for all draws.
 
     Attributes:
-        count: of how many batches it is the mean; None if it draws new ones for ever.
+        count: the number of batches in a fixed set; None if new batches are drawn without end.
     """
 
     def __init__(self, given: Any) -> None:
@@ -25,7 +25,7 @@ class BatchSource:
         self.count: int | None = len(self.whole) if self.fixed else None if self.sampler else 1
 
     def index(self, t: int) -> int:
-        """Which of the `count` batches draw t = 1, 2, … gives."""
+        """The number of the batch, out of `count`, that draw t = 1, 2, … gives."""
         return int(self.whole.index(t)) if self.fixed else 0
 
     def __getitem__(self, index: int) -> Tree:
@@ -46,7 +46,7 @@ class BatchSource:
 
 @dataclass
 class Draws:
-    """What iteration k draws, one after the other. Two objects for the same k give the same.
+    """The batches and integers that iteration k draws, in order. Two objects with equal arguments draw the same.
 
     Args:
         train, val: the data of both levels.

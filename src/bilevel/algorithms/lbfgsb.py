@@ -77,20 +77,20 @@ class LBFGSB(Algorithm):
         minimize = _import_minimize()
         leaves, spec = trees.flatten(outer.lam)
         plain = outer.lam is leaves[0] and _is_vector(leaves[0])
-        scale, asked = 0.0, 0
-        # scipy keeps its state to itself. Given the values that it has seen, it asks about the same points again.
+        scale, calls = 0.0, 0
+        # scipy's state cannot be saved. A resumed run replays the saved values, for which scipy visits the same points.
         values, grads = ([], []) if outer.saved is None else (list(outer.saved["values"]), list(outer.saved["grads"]))
         outer.keep(lambda: {"values": values, "grads": grads})
 
         def objective(x: Any) -> tuple[float, Any]:
-            nonlocal scale, asked
-            if asked == len(values):
+            nonlocal scale, calls
+            if calls == len(values):
                 vector = torch.from_numpy(x.copy())
                 result = outer.hyperiteration(vector if plain else _tree(vector, leaves, spec))
                 values.append(float(result.value))
                 grads.append(torch.from_numpy(_vector(result.grad)))
-            value, grad = values[asked], grads[asked].numpy()
-            asked += 1
+            value, grad = values[calls], grads[calls].numpy()
+            calls += 1
             scale = scale or self._scale(value, grad)
             return scale * value, scale * grad
 
@@ -100,7 +100,7 @@ class LBFGSB(Algorithm):
             jac=True,
             method="L-BFGS-B",
             bounds=_bounds(outer.constraint, outer.lam),
-            # The loop ends at gradients that are small enough, and after enough evaluations.
+            # The loop of `solve` has its own tolerance for gradients and its own limit of evaluations.
             options={"maxiter": self.max_iter, "maxcor": self.memory, "ftol": self.tol, "gtol": 0.0, "maxfun": 10**9},
         )
         return self._outcome(found)
@@ -117,7 +117,7 @@ class LBFGSB(Algorithm):
         count = f"{found.nit} iteration{'s' if found.nit != 1 else ''} of L-BFGS-B"
         if not found.success:
             return Outcome("finished", f"Stopped after {count}: no step along the hypergradient improves f_T.")
-        return Outcome("converged", f"Converged after {count}: f_T improves by less than {self.tol:g} of itself.")
+        return Outcome("converged", f"Converged after {count}: f_T improves by less than {self.tol:g}, relatively.")
 
     @classmethod
     def examples(cls) -> list[Self]:

@@ -14,7 +14,7 @@ from bilevel.engine.oracles import Derivatives, Triple
 
 @dataclass(frozen=True)
 class SABA(SingleLoop):
-    """SOBA's directions, each corrected by what it was when its batch was last drawn: d_i − m_i + mean(m).
+    """SOBA's directions, each corrected by its value when the same batch was last drawn: d_i − m_i + mean(m).
 
     The last value m_i of (∇_w L, ∇²_w L v, ∇²_{λw} L v) is remembered for every training batch, and of ∇E for every
     validation batch. With constant step sizes it converges linearly where f is strongly convex, as gradient descent
@@ -33,8 +33,8 @@ class SABA(SingleLoop):
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
         inner, outer = memory["inner"], memory["outer"]
-        # The rows of the last iteration are stored here and not there, so that the memory of the last iteration can be
-        # saved until now: storing a row twice changes nothing.
+        # The rows of the last iteration are written only now, because a checkpoint may save the memory of the last
+        # iteration until here. Writing a row twice changes nothing.
         for table, (index, row) in zip((inner, outer), memory["new"], strict=True):
             table[index] = row
         i, j = draw.inner_index(), draw.outer_index()

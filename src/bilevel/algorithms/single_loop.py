@@ -1,4 +1,4 @@
-"""What single-loop algorithms share: w, the solution v of the linear system, and λ move together, on batches."""
+"""The base class of single-loop algorithms: w, the solution v of the linear system, and λ move together, on batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bilevel.trees import Tree
 
 Memory = dict[str, Any]
 StepSize = float | Callable[[int], float] | None
-# The number of batches of each level that step sizes are chosen by.
+# The number of batches of each level from which step sizes are chosen.
 PROBED = 8
 # Default step sizes fall like (1 + k/DELAY)^−exponent.
 DELAY = 100
@@ -71,18 +71,18 @@ class SingleLoop(Algorithm):
             largest curvature ν of the inner objective on eight batches, falling with k where the algorithm needs that.
         outer_lr: the step size of λ, likewise; None estimates the largest stable one at the start, and takes half.
         compiled: compile the derivatives. It takes about half a minute and needs a C++ compiler.
-        seed: of what the algorithm draws besides batches.
+        seed: of the random integers that the algorithm draws.
     """
 
     moves_w: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
     # With `inner_lr=None` and `outer_lr=None` the step sizes fall with these exponents.
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.0)
-    # η falls with this one.
+    # η falls with this exponent.
     eta_exponent: ClassVar[float] = 0.0
-    # The share of 1/ν that `inner_lr=None` takes.
+    # The fraction of 1/ν that `inner_lr=None` takes.
     share: ClassVar[float] = 1.0
-    # It remembers a gradient of every batch, or computes the mean over all of them now and then.
+    # It stores a gradient of every batch, or computes the mean over all batches from time to time.
     finite_sum: ClassVar[bool] = False
     # Its noise vanishes at the solution.
     variance_reduced: ClassVar[bool] = False
@@ -134,7 +134,7 @@ class SingleLoop(Algorithm):
             if self.finite_sum and source.count is None:
                 raise BilevelError(
                     f"{name} needs objectives that are means over a fixed set of batches, but task.{side} is "
-                    f"{type(source.given).__name__}, which draws new batches for ever. Pass "
+                    f"{type(source.given).__name__}, which draws new batches without end. Pass "
                     f"bilevel.FixedBatches(data, size) as {side}, or use SOBA, which needs no such set."
                 )
 
@@ -163,16 +163,16 @@ class _Run:
 
     @classmethod
     def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _Run:
-        """Check everything once, and choose what was left open."""
+        """Check the arguments once, and choose the step sizes that were not given."""
         assert outer.task is not None and outer.process is not None, "solve passes both"
         train, val = BatchSource(outer.task.train), BatchSource(outer.task.val)
         algorithm.check_data(train, val)
         for name, source in (("train", train), ("val", val)):
             check_draws(name, source.given, source.count)
         lam = outer.lam if outer.saved is None else outer.saved["example"]
-        # An example for the checks: the first part of a batch that is cut.
+        # An example for the checks: the first shard of a batch that is cut into shards.
         first = [parts_of(source(1)) for source in (train, val)]
-        _warn_of_idle(algorithm, min(map(len, first)))
+        _warn_of_idle_processes(algorithm, min(map(len, first)))
         process = outer.process(lam, Task(first[0][0], first[1][0]))
         _check(algorithm, process)
         kind = Derivatives if algorithm.second_derivatives else FirstDerivatives
@@ -188,7 +188,7 @@ class _Run:
         return run
 
     def choose(self) -> None:
-        """Measure the curvature, refuse an inner problem that is not convex, and choose the step sizes left open."""
+        """Measure the curvature, refuse a non-convex inner problem, and choose the step sizes that were not given."""
         algorithm, name = self.algorithm, type(self.algorithm).__name__
         # Compiling takes longer than these few products.
         probe = Probe(
@@ -222,7 +222,7 @@ class _Run:
         return Draws(self.train, self.val, self.k, self.algorithm.draws(int(self.chosen["terms"])), self.algorithm.seed)
 
     def report(self, move: Move) -> None:
-        """Show the iteration to the loop, which may end it here."""
+        """Report the iteration to the loop, which may end here."""
         direction, at = move.direction, self.at
         parts = [direction.w, direction.v, direction.lam]
         norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in parts))
@@ -240,7 +240,7 @@ class _Run:
             self.point = replace(self.point, lam=lam)
 
     def explain(self) -> NoReturn:
-        """Say which step size broke which bound."""
+        """Raise the error that names the step size that is too large."""
         name, rates = type(self.algorithm).__name__, self.rates(0)
         limit = 2 / self.chosen["nu"]
         where = f"{name} diverged in iteration {self.k}: a direction is not finite."
@@ -286,7 +286,7 @@ def check_count(algorithm: SingleLoop, *names: str) -> None:
             raise BilevelError(f"{type(algorithm).__name__}({name}={number!r}) is not a number; pass an int ≥ 1.")
 
 
-def _warn_of_idle(algorithm: SingleLoop, parts: int) -> None:
+def _warn_of_idle_processes(algorithm: SingleLoop, parts: int) -> None:
     size = current_world().size
     if size > parts:
         warnings.warn(

@@ -14,15 +14,15 @@ from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.engine.oracles import FlatTree
 from bilevel.errors import BilevelError, Outcome
 
-# The number of steps in which f_T must improve.
+# The number of steps within which f_T must improve.
 PATIENCE = 10
-# The share of the promised improvement that a step must bring.
-ENOUGH = 1e-4
-# The factor of the step size after a step along which f_T bends downwards.
+# The fraction of the predicted decrease that a step must achieve (Armijo).
+SUFFICIENT_DECREASE = 1e-4
+# The factor of the step size after a step along which f_T has no positive curvature.
 GROWTH = 4.0
 # Step sizes stay within this factor of the first one.
 RANGE = 1e8
-# Shorter steps than this share are not tried.
+# Steps are not shortened below this fraction.
 SHORTEST = 1e-6
 
 
@@ -30,17 +30,18 @@ SHORTEST = 1e-6
 class SPG(Algorithm):
     """λ ← λ + a (P_Λ(λ − γ ∇f_T) − λ), with the step size γ = ⟨s, s⟩/⟨s, y⟩ of the last step s and gradient change y.
 
-    γ is the step of Barzilai and Borwein: the inverse of the curvature along the last step. a = 1 where f_T is then
-    below the largest of its last `memory` values, and is shortened until it is. There is no step size to set, and any
-    constraint with a projection will do: weights of examples in [0, 1], mixtures on a simplex. For a smooth f_T without
-    noise; every evaluation of f_T is a hyperiteration, those of shortened steps too. The best λ is returned.
+    γ is the step of Barzilai and Borwein: the inverse of the curvature along the last step. a = 1 if f_T is then
+    below the largest of its last `memory` values; otherwise a is reduced until it is. There is no step size to set, and
+    any constraint with a projection works: weights of examples in [0, 1], mixtures on a simplex. f_T must be smooth and
+    without noise. Every evaluation of f_T is a hyperiteration, those of shortened steps too. The best λ is returned.
 
     Args:
         tol: stop when the best value of the last ten steps is not better than the best one before them by more
             than this, relative to it or to the first value. `tol` of `solve` is another condition, on the norm of the
             gradient.
         first_step: about how far each entry of λ moves in the first step, as a root mean square, before the projection.
-        memory: f_T may rise for so many steps. 1 lets it fall in every step, which is slower on most problems.
+        memory: how many of the last values f_T is compared with. With 1, f_T falls in every step, which is slower on
+            most problems.
 
     Reference: "Nonmonotone spectral projected gradient methods on convex sets" (SIAM J. Optim. 10, 2000).
 
@@ -94,14 +95,16 @@ class SPG(Algorithm):
         while True:
             lam, grad, rate, values, share = (state[name] for name in ("lam", "grad", "rate", "values", "share"))
             step = project(lam - rate * grad) - lam
-            promised = float(step @ grad)
-            if not promised < 0:
-                return Outcome("converged", f"Converged after {_steps(values)}: no point of Λ along −∇f_T is another.")
+            predicted = float(step @ grad)
+            if not predicted < 0:
+                return Outcome(
+                    "converged", f"Converged after {_steps(values)}: the projected gradient step does not move λ."
+                )
             # Projected again, because rounding may leave Λ.
             there = project(lam + share * step)
             value, slope = evaluate(there)
-            if value > max(values[-self.memory :]) + ENOUGH * share * promised:
-                state["share"] = share * _shortened(values[-1], value, share * promised)
+            if value > max(values[-self.memory :]) + SUFFICIENT_DECREASE * share * predicted:
+                state["share"] = share * _shortened(values[-1], value, share * predicted)
                 if state["share"] < SHORTEST:
                     return Outcome(
                         "finished", f"Stopped after {_steps(values)}: no step along the hypergradient improves f_T."
@@ -112,13 +115,13 @@ class SPG(Algorithm):
             rate = float(moved @ moved) / curvature if curvature > 0 else GROWTH * rate
             rate = min(max(rate, state["first"] / RANGE), state["first"] * RANGE)
             state |= {"lam": there, "grad": slope, "rate": rate, "values": [*values, value], "share": 1.0}
-            if self._resting(state["values"]):
+            if self._stalled(state["values"]):
                 return Outcome(
                     "converged",
                     f"Converged after {_steps(state['values'])}: f_T improves by less than {self.tol:g}, relatively.",
                 )
 
-    def _resting(self, values: list[float]) -> bool:
+    def _stalled(self, values: list[float]) -> bool:
         before, last = values[:-PATIENCE], values[-PATIENCE:]
         return bool(before) and min(before) - min(last) <= self.tol * max(map(abs, (before[0], min(before))))
 
@@ -127,10 +130,10 @@ class SPG(Algorithm):
         return [cls(), cls(first_step=0.01, memory=1)]
 
 
-def _shortened(before: float, after: float, promised: float) -> float:
-    """The minimum of the parabola through f_T before and after a step, with the slope before; between 0.1 and 0.5."""
-    bend = after - before - promised
-    return min(max(-0.5 * promised / bend, 0.1), 0.5) if math.isfinite(bend) and bend > 0 else 0.1
+def _shortened(before: float, after: float, predicted: float) -> float:
+    """Where the parabola through f_T before and after a step, with the slope before it, is smallest; in [0.1, 0.5]."""
+    curvature = after - before - predicted
+    return min(max(-0.5 * predicted / curvature, 0.1), 0.5) if math.isfinite(curvature) and curvature > 0 else 0.1
 
 
 def _steps(values: list[float]) -> str:

@@ -20,13 +20,13 @@ from bilevel.trees import Tree
 
 # Products with Hessians for the extreme curvatures, for a linear system, and power iterations for the gain.
 PRODUCTS, SOLVE, POWER = 30, 20, 6
-# The share of the largest stable outer step that is taken: the estimates are too small by some per cent.
-SHARE = 0.5
+# The fraction of the largest stable outer step that is taken, because curvatures are underestimated by some per cent.
+FRACTION = 0.5
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The problem at the start, on a few batches of both levels; means over them stand for the whole data."""
+    """The problem at the start, on a few batches of both levels; means over them represent the whole data."""
 
     name: str
     at: Derivatives
@@ -37,8 +37,8 @@ class Probe:
     def curvatures(self) -> tuple[float, float]:
         """μ of the mean of the batches, and the largest ν of a batch, at the start."""
         w, lam = self.begin.w, self.begin.lam
-        tops = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in self.train]
-        nu = max(spectrum.largest for spectrum in tops)
+        spectra = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in self.train]
+        nu = max(spectrum.largest for spectrum in spectra)
         mean = lanczos(_operator(lambda v: self._hessian(w, lam, v)), w, PRODUCTS)
         if mean.attained < -1e-3 * abs(nu) or not nu > 0:
             raise BilevelError(
@@ -76,7 +76,7 @@ class Probe:
                 f"{self.name} found no curvature of f at the start to choose outer_lr by (its estimate is "
                 f"{largest:.3g}). Pass outer_lr=…, a step size for λ."
             )
-        return SHARE / largest
+        return FRACTION / largest
 
     def outer_curvature(self) -> float:
         """The largest curvature of E in w on a batch at the start, by differences of its gradients; at least 0."""
@@ -131,7 +131,7 @@ def mean_directions(
 
 
 def neumann_terms(mu: float, nu: float, accuracy: float = 1e-3, most: int = 1000) -> int:
-    """How many terms of Σ (I − H/ν)^q H⁻¹ leaves the share `accuracy` of the solution out, for curvatures in [μ, ν]."""
+    """The number of terms of Σ_q (I − H/ν)^q / ν for a relative error of `accuracy`, with curvatures in [μ, ν]."""
     if not mu > 0:
         return most
     return max(2, min(most, math.ceil(math.log(accuracy) / math.log1p(-min(mu / nu, 0.999)))))

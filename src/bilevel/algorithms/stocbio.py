@@ -22,7 +22,7 @@ class StocBiO(SingleLoop):
 
     Args:
         inner_steps: Q.
-        terms: of the series; None takes as many as leave 1e-3 of v out, by the curvature at the start.
+        terms: of the series. None chooses them for a relative truncation error of 1e-3, by the curvature at the start.
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.5)

@@ -21,8 +21,8 @@ class TTSA(SingleLoop):
     framework for bilevel optimization: complexity analysis and application to actor-critic" (SIAM J. Optim. 2023).
 
     Args:
-        terms: of the series; None takes as many as leave 1e-3 of v out, by the curvature at the start. The noise of v
-            grows with it.
+        terms: of the series. None chooses them for a relative truncation error of 1e-3, by the curvature at the start.
+            The noise of v grows with their number.
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.4, 0.6)
