@@ -1,4 +1,4 @@
-"""What a linear solver is: it solves A x = b from products with A alone."""
+"""The base class of linear solvers, which solve A x = b from products with A alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Operator:
         matvec: v ↦ A v for a vector v.
         matmat: rows V ↦ rows A v for a batch of vectors, if it is faster than one product after another.
         symmetric: True if A is symmetric by construction, None if unknown.
-        step: an ω for which x ← x + ω(b − A x) converges (1 for A = I − ∂Φ), or None if unknown.
+        step: an ω for which x ← x + ω(b − A x) converges (1 for A = I − ∂Φ); None if unknown.
         inverse: v ↦ an approximation of A⁻¹ v, symmetric and positive definite: a preconditioner; None for none.
-        transposed: v ↦ Aᵀ v for a vector v, where it is known; a symmetric A needs none.
+        transposed: v ↦ Aᵀ v for a vector v; None if unknown. A symmetric A needs none.
     """
 
     matvec: Callable[[Tensor], Tensor]

@@ -26,8 +26,8 @@ from bilevel.linear_solvers.gmres import first_residual
 class BiCGSTAB(LinearSolver):
     """Two products with A per iteration and a fixed number of vectors, for matrices that are not symmetric.
 
-    The residual may jump, and a breakdown is possible: the iteration then begins again with another shadow residual,
-    and the best x so far is returned if it does not help. `GMRES` is more robust and keeps more vectors. The operator's
+    The residual may jump, and a breakdown is possible. The iteration then restarts with another shadow residual; if
+    that does not help, the best x so far is returned. `GMRES` is more robust and keeps more vectors. The operator's
     `inverse` is used as a right preconditioner.
 
     Args:

@@ -84,7 +84,7 @@ def conjugate(
     x = torch.zeros_like(b) if x0 is None else x0.clone()
     residual = b.clone() if x0 is None else b - operator(x)
     if not residual.norm() <= b.norm():
-        # From a start worse than zero, cancellation would lose digits that do not come back.
+        # A start that is worse than zero is dropped, because cancellation would lose digits for good.
         x, residual = torch.zeros_like(b), b.clone()
     target = reachable(tol, b) * b.norm()
     direction, previous, iterations = torch.zeros_like(b), None, 0

@@ -19,7 +19,7 @@ class GMRES(LinearSolver):
     """x = argmin ‖b − A x‖ over x_0 + span{r, A r, A² r, …}: for any matrix that is not singular.
 
     It needs neither symmetry nor a contraction, and its residual never grows. It keeps `restart` vectors; after as many
-    products it begins again from its last x. The operator's `inverse` is used as a right preconditioner.
+    products it restarts from its last x. The operator's `inverse` is used as a right preconditioner.
 
     Args:
         tol: stop at ‖b − A x‖ ≤ tol·‖b‖.
@@ -40,8 +40,8 @@ class GMRES(LinearSolver):
         x, residual, products = first_residual(operator, b, x0)
         tol = reachable(self.tol, b)
         while relative(residual, b) > tol and products < limit:
-            room = min(self.restart, b.numel(), limit - products)
-            move, spent, complete = _cycle(operator, residual, room, tol * float(b.norm()))
+            dimensions = min(self.restart, b.numel(), limit - products)
+            move, spent, complete = _cycle(operator, residual, dimensions, tol * float(b.norm()))
             candidate = x + move
             after = b - operator(candidate)
             products += spent + 1
@@ -77,35 +77,35 @@ def first_residual(operator: Operator, b: Tensor, x0: Tensor | None) -> tuple[Te
     return (x0.clone(), residual, 1) if residual.norm() <= b.norm() else (torch.zeros_like(b), b.clone(), 1)
 
 
-def _cycle(operator: Operator, residual: Tensor, room: int, target: float) -> tuple[Tensor, int, bool]:
-    """The step that minimises the residual over a Krylov space of up to `room` dimensions, the products spent, and
-    whether the space is as large as it can be."""
+def _cycle(operator: Operator, residual: Tensor, dimensions: int, target: float) -> tuple[Tensor, int, bool]:
+    """The step that minimises the residual over a Krylov space of up to `dimensions` dimensions, the products
+    spent, and whether the space is exhausted."""
     beta = residual.norm()
-    basis, image = [residual / beta], residual.new_zeros(room + 1, room)
-    for j in range(room):
+    basis, image = [residual / beta], residual.new_zeros(dimensions + 1, dimensions)
+    for j in range(dimensions):
         vector = operator(basis[j] if operator.inverse is None else operator.inverse(basis[j]))
         size = vector.norm()
-        # Orthogonalised twice: rounding would otherwise spoil the basis where the matrix is ill-conditioned.
+        # Orthogonalise twice, because one pass loses accuracy if the matrix is ill-conditioned.
         stacked = torch.stack(basis)
         for _ in range(2):
-            shares = stacked @ vector
-            image[: j + 1, j] += shares
-            vector = vector - shares @ stacked
+            coefficients = stacked @ vector
+            image[: j + 1, j] += coefficients
+            vector = vector - coefficients @ stacked
         image[j + 1, j] = vector.norm()
         complete = bool(image[j + 1, j] <= 10 * torch.finfo(vector.dtype).eps * size)
-        # Few columns: a fresh least-squares solution costs less than keeping rotations.
+        # With few columns, solving the least-squares problem anew costs less than updating rotations.
         rows, goal = image[: j + 2, : j + 1], beta * torch.eye(j + 2, 1, dtype=vector.dtype, device=vector.device)
-        shares = torch.linalg.lstsq(rows, goal).solution[:, 0] if not complete else _least_squares(rows, goal)
-        left = float((rows @ shares - goal[:, 0]).norm())
-        if complete or left <= target or j == room - 1:
+        coefficients = torch.linalg.lstsq(rows, goal).solution[:, 0] if not complete else _least_squares(rows, goal)
+        residual_norm = float((rows @ coefficients - goal[:, 0]).norm())
+        if complete or residual_norm <= target or j == dimensions - 1:
             break
         basis.append(vector / image[j + 1, j])
-    move = shares @ torch.stack(basis)
+    move = coefficients @ torch.stack(basis)
     if operator.inverse is not None:
         move = operator.inverse(move)
     return move, j + 1, complete or j + 1 == residual.numel()
 
 
 def _least_squares(rows: Tensor, goal: Tensor) -> Tensor:
-    """The shortest solution: at a breakdown the columns may be dependent."""
+    """The least-norm solution, because at a breakdown the columns may be dependent."""
     return (torch.linalg.pinv(rows) @ goal)[:, 0]

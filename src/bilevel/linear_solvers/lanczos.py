@@ -16,7 +16,8 @@ class Spectrum:
 
     `smallest` and `largest` are Ritz values moved outwards by their residual norms. With `complete` the Krylov space
     was exhausted, and they are the extreme eigenvalues to rounding; otherwise the true smallest may lie lower, with
-    small probability for a random start. `attained` is the smallest Ritz value: A has a curvature that is as small.
+    small probability for a random start. `attained` is the smallest Ritz value, a curvature that A has
+    along some direction.
     """
 
     smallest: float

@@ -59,11 +59,11 @@ class Nystrom(LinearSolver):
         values = (singular.square() - shift).clamp_min(0)
         if self.damping is None:
             outside = values[-1]
-            known = values
+            inside_values = values
         else:
             outside = torch.as_tensor(self.damping, dtype=like.dtype, device=like.device)
             # The sketch sees A, which contains the damping already.
-            known = torch.maximum(values, outside)
+            inside_values = torch.maximum(values, outside)
         if not outside > 0:
             raise BilevelError(
                 "Nystrom() needs a positive damping here, because the sketch found directions without curvature. Pass "
@@ -72,7 +72,7 @@ class Nystrom(LinearSolver):
 
         def apply(r: Tensor) -> Tensor:
             inside = vectors.T @ r
-            return vectors @ (inside / known) + (r - vectors @ inside) / outside
+            return vectors @ (inside / inside_values) + (r - vectors @ inside) / outside
 
         return apply
 

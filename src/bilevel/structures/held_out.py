@@ -23,7 +23,7 @@ class DeclaredOuter(ABC):
     extra: Callable[[Tree, Any], Tensor]
 
     def code(self) -> tuple[Any, ...] | None:
-        """What the checks of this objective depend on beside the data; see `code_of`."""
+        """What the checks of this objective depend on besides the data; see `code_of`."""
         return code_of(self, self.extra)
 
     @abstractmethod
@@ -39,7 +39,7 @@ class HeldOut(DeclaredOuter):
 
     @abstractmethod
     def loss(self, w: Tensor, batch: Any) -> Tensor:
-        """What depends on w."""
+        """The terms that depend on w."""
 
     @abstractmethod
     def loss_and_slope(self, w: Tensor, batch: Any) -> tuple[Tensor, Tensor]:

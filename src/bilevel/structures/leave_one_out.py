@@ -30,8 +30,8 @@ class LeaveOneOut(DeclaredOuter):
         penalty: α as a function of λ, that of the inner objective. One number for every feature, or a matrix of
             features × features in the place of diag(α).
         extra: a function of λ and of `data` that is added.
-        freedom: c, an additional price of every degree of freedom, in units of ‖e‖². With 0, E is the leave-one-out
-            error itself, which many penalties can overfit: it charges about ‖e‖² for a degree of freedom.
+        freedom: c, an additional cost of every degree of freedom, in units of ‖e‖². With 0, E is the leave-one-out
+            error itself, in which a degree of freedom costs about ‖e‖². Many penalties can overfit that error.
     """
 
     penalty: Callable[[Tree], Tensor]
@@ -58,7 +58,7 @@ def squared_error(errors: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOutSlopes:
-    """The error without what depends on λ alone, and its derivative in the matrix A.
+    """E without the extra term, and its derivative in the matrix A.
 
     With the rows z_i of Z = X A⁻¹, a change dA changes the residuals by z_i dA wᵀ and the leverages by
     −s_i z_i dA z_iᵀ.
@@ -79,7 +79,7 @@ class LeaveOneOutSlopes:
     def of(
         cls, w: Tensor, Z: Tensor, residuals: Tensor, kept: Tensor, own: Tensor, weight: Tensor, freedom: float
     ) -> LeaveOneOutSlopes:
-        """From the minimiser w (outputs × features), Z, y − w Xᵀ, 1 − o − h, o, s and the price c."""
+        """From the minimiser w (outputs × features), Z, y − w Xᵀ, 1 − o − h, o, s and c."""
         errors, share = residuals / kept, weight / weight.sum()
         value = squared_error(errors, weight) + freedom * (1 - own - kept).sum() / weight.sum()
         adjoint = -((share * errors / kept) @ Z)

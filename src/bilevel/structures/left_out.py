@@ -29,7 +29,7 @@ class LeftOutLoss(DeclaredOuter):
     Args:
         model: the inner objective.
         extra: a function of λ and of `data` that is added.
-        freedom: c, an additional price of every degree of freedom: the loss itself charges about 1/n for one.
+        freedom: c, an additional cost of every degree of freedom. In the loss itself it costs about 1/n.
     """
 
     model: LinearModels

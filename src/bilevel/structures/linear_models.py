@@ -14,7 +14,7 @@ from bilevel.structures.penalties import code_of
 from bilevel.structures.rows import feature_sums, row_scores
 from bilevel.trees import Tree
 
-# X (rows × features, a tensor or a sparse matrix of scipy's), y (outputs × rows) and the weights (folds × rows).
+# X (rows × features, a tensor or a scipy sparse matrix), y (outputs × rows) and the weights (folds × rows).
 RowBatch = tuple[Any, Tensor, Tensor]
 
 
@@ -29,8 +29,8 @@ class LinearModels:
         loss: `SquaredError()`, `LogLoss()` for logistic and multinomial regression, or `PoissonDeviance()` and
             `GammaDeviance()` for regression with a log link.
         penalty: α as a function of λ, one number for every feature.
-        intercept: w has one more column, an intercept, which is not penalised. Where only differences of scores count,
-            half the squared sum of the intercepts is added to L, so that they have one minimiser.
+        intercept: w has one more column, an intercept, which is not penalised. If only differences of scores matter,
+            half the squared sum of the intercepts is added to L, so that the minimiser is unique.
         weight: ω as a function of λ, one number ≥ 0 for every row: data cleaning, with a weight per example. None for
             ω = 1.
 
@@ -68,15 +68,15 @@ class LinearModels:
         return self.pulled(w, self.penalties(lam))
 
     def pulled(self, w: Tensor, alpha: Tensor) -> Tensor:
-        """α w, and the sum of the intercepts where they are held together."""
+        """The derivative of the penalties: α w, and for the intercepts their sum, if L penalises it."""
         slope = alpha * w
         if not self.gauge(w):
             return slope
-        together = w[..., -1:].sum(1, keepdim=True).expand(-1, w.shape[1], 1)
-        return torch.cat([slope[..., :-1], together], -1)
+        sums = w[..., -1:].sum(1, keepdim=True).expand(-1, w.shape[1], 1)
+        return torch.cat([slope[..., :-1], sums], -1)
 
     def gauge(self, w: Tensor) -> bool:
-        """Whether L holds the sum of the intercepts at zero."""
+        """Whether L penalises the sum of the intercepts, which makes it zero at the minimiser."""
         return self.intercept and self.loss.only_differences and w.shape[1] > 1
 
     def penalties(self, lam: Tree) -> Tensor:

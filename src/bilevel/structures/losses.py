@@ -108,7 +108,7 @@ class GammaDeviance(RowLoss):
 
 
 def _mean(scores: Tensor) -> Tensor:
-    """e^score. A trial step may have any score: rows of weight zero must not make it infinite times zero."""
+    """e^score, bounded: a trial step may give huge scores, and a row of weight zero must not give 0 · ∞."""
     return scores.clamp(max=300.0).exp()
 
 

@@ -1,4 +1,4 @@
-"""Functions of λ with their derivatives written out: autograd takes longer than all the rest on small problems."""
+"""Functions of λ with hand-written derivatives, because autograd would take most of the time on small problems."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 def code_of(structure: Any, *functions: Any, **settings: Any) -> tuple[Any, ...] | None:
     """The code that a structure runs: its class, its settings, and the classes of the functions of λ that it calls.
 
-    None if one of these is not a `FunctionOfLam`: a function of the user's may run other code next time. Problems whose
-    structures run the same code are checked once.
+    None if one of these is not a `FunctionOfLam`: a function that the user wrote may run other code next time. Problems
+    whose structures run the same code are checked once.
     """
     if not all(isinstance(function, FunctionOfLam) for function in functions):
         return None

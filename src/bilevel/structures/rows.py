@@ -1,4 +1,4 @@
-"""Products with a table X of rows × features, a tensor or a sparse matrix of scipy's, for many folds at once."""
+"""Products with a table X of rows × features, a tensor or a scipy sparse matrix, for many folds at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def weighted_gram(X: Any, weight: Tensor) -> Tensor:
 
 
 class SparseProduct(torch.autograd.Function):
-    """v A for a sparse matrix A of scipy's, differentiable in v as often as asked."""
+    """v A for a scipy sparse matrix A, differentiable in v any number of times."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, matrix: Any) -> Tensor:
@@ -46,11 +46,11 @@ class SparseProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class GramOfRows:
-    """G_k = Xᵀ diag(share_k) X − mean_k mean_kᵀ for every fold k, never built: for tables with many features.
+    """G_k = Xᵀ diag(share_k) X − mean_k mean_kᵀ for every fold k, as products only: for tables with many features.
 
     Attributes:
         share: the weights of the rows, folds × rows.
-        mean: what is subtracted, folds × features; zero where nothing is centred.
+        mean: the means that are subtracted, folds × features; zero if nothing is centred.
     """
 
     X: Any
@@ -71,7 +71,7 @@ class GramOfRows:
         return GramOfRows(self.X, self.share[k : k + 1], self.mean[k : k + 1])
 
     def blocks(self, columns: Tensor) -> Tensor:
-        """The entries in the rows and columns that are listed for every fold and output, folds × outputs × size."""
+        """The entries of G in the rows and columns that `columns`, folds × outputs × size, lists."""
         found = [
             weighted_gram(self.X[:, some.numpy()], share) - torch.outer(mean[some], mean[some])
             for share, mean, outputs in zip(self.share, self.mean, columns, strict=True)
