@@ -38,18 +38,18 @@ class Certificate:
         value: f_T(λ).
         gradient_norm: ‖∇L(w_T)‖, or ‖w_T − Φ(w_T)‖/lr for proximal dynamics.
         mu: the smallest curvature of L, found at w_T by Lanczos or given by the user.
-        nu: the largest.
+        nu: the largest curvature of L.
         rate: factor by which the distance to w_λ shrinks per step of this dynamics; None where no theory gives it.
         best_rate: (ν − μ)/(ν + μ), that of gradient descent with the best constant step (Remark 3.3).
-        step_size: the step size in use, and
-        step_limit: the largest one that converges at this ν (2/ν for gradient descent); None where unknown.
+        step_size: the step size in use; None if unknown.
+        step_limit: the largest step size that converges at this ν (2/ν for gradient descent); None if unknown.
         inner_distance: a bound on ‖w_T − w_λ‖; infinite where none applies.
         value_gap: a bound on |f_T(λ) − f(λ)|; infinite where none applies.
-        hypergradient_error: estimated ‖g − ∇f(λ)‖ for the g of the `method` that was passed, and
-        hypergradient_relative: the same over ‖∇f(λ)‖.
+        hypergradient_error: an estimate of ‖g − ∇f(λ)‖ for the g of the `method` that was passed.
+        hypergradient_relative: that estimate divided by ‖∇f(λ)‖.
         hypergradient_bound: a bound on ‖g − ∇f(λ)‖, as `error_bound` derives it from μ, the residual of the linear
-            system, and norms of second derivatives at u. Estimated are μ, unless it was given, and these norms (by
-            Lanczos); infinite where L has no third derivative, None for proximal dynamics.
+            system, and norms of second derivatives at u. μ, unless it was given, and these norms are estimates by
+            Lanczos' method. Infinite if L has no third derivative, None for proximal dynamics.
         residual: relative residual of that method's linear system, if it solves one.
         outcome: a sentence that says what the bounds rest on, or why there are none.
     """

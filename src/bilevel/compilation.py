@@ -89,7 +89,7 @@ def compile(  # noqa: A001 - as in torch.compile
 
 @dataclass
 class CompiledHypergradient:
-    """What `compile` returns: call it with λ and a task.
+    """The result of `compile`: call it with λ and a task.
 
     Attributes:
         method: the compiled code as a method, for `solve(…, method=fast.method)`.
@@ -151,7 +151,7 @@ class CompiledMethod(Method):
 
     @classmethod
     def examples(cls) -> list[Any]:
-        """None: an instance comes from `compile` only."""
+        """No examples, because only `compile` makes instances."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""One new thing is one new file: the classes of a room are found by walking its folder."""
+"""Find the classes of a package by walking its folder, so that one new thing is one new file."""
 
 from __future__ import annotations
 

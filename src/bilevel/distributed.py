@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Numbers the worlds of this process. All processes of a run create equally many.
 _worlds = count()
-# The kinds of errors that processes tell each other about, by their index in this list.
+# The classes of errors that processes send to each other, as indices into this list.
 KINDS: tuple[type[BilevelError], ...] = (BilevelError, DivergenceError)
 ENDED = "Another process of this run has ended, or did not answer in time, so this one ends too."
 _current: ContextVar[World | None] = ContextVar("the processes that work together", default=None)
@@ -72,7 +72,7 @@ class World:
         return bool(self.sum(torch.tensor(int(mine))))
 
     def everyone(self, mine: Item) -> list[Item]:
-        """What every process passed, by rank, bit for bit. It is pickled on the way."""
+        """The values that all processes passed, by rank, bit for bit. They are sent as pickles."""
         found: list[Any] = [mine]
         if self.size > 1:
             found = [None] * self.size
@@ -81,20 +81,20 @@ class World:
             found[self.rank] = mine
         return found
 
-    def from_first(self, said: Any = None) -> Any:
-        """What rank 0 passed. It is pickled on the way."""
-        box = [said]
+    def from_first(self, value: Any = None) -> Any:
+        """The value that rank 0 passed. It is sent as a pickle."""
+        values = [value]
         if self.size > 1:
             with _connected():
-                dist.broadcast_object_list(box, src=0)
-        return box[0]
+                dist.broadcast_object_list(values, src=0)
+        return values[0]
 
     def same(self, mine: Any, advice: str) -> None:
-        """Raise an error with the advice unless all processes passed the same."""
+        """Raise an error with the advice unless all processes passed the same value."""
         if any(other != mine for other in self.everyone(mine)):
             raise BilevelError(
-                f"{advice} Every process of torchrun runs the same script: seed all random numbers alike. Where each "
-                "process is meant to solve a problem of its own, write `with bilevel.distributed.alone():` around the "
+                f"{advice} Every process of torchrun runs the same script: seed all random numbers alike. If each "
+                "process is to solve a problem of its own, write `with bilevel.distributed.alone():` around the "
                 "call."
             )
 
@@ -143,7 +143,7 @@ class World:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """An error inside the block on one process is raised on all of them, so that none waits forever."""
+        """Raise an error that occurs inside the block on one process on all of them, so that none waits forever."""
         error: BilevelError | None = None
         try:
             yield
@@ -161,7 +161,7 @@ class World:
 
 
 def _kind(error: BilevelError) -> int:
-    """The index of the most special of `KINDS` that the error is."""
+    """The index of the most specific class in `KINDS` that the error belongs to."""
     return max(place for place, kind in enumerate(KINDS) if isinstance(error, kind))
 
 
@@ -192,12 +192,12 @@ def alone() -> Iterator[World]:
 def world(timeout: timedelta = timedelta(minutes=10)) -> Iterator[World]:
     """The processes that work together: those of an enclosing `world()` or `alone()`, those of a process group that the
     script made, those that torchrun started, or this one alone."""
-    around = _current.get()
-    if around is None and dist.is_available() and dist.is_initialized():
-        around = World(dist.get_rank(), dist.get_world_size())
+    enclosing = _current.get()
+    if enclosing is None and dist.is_available() and dist.is_initialized():
+        enclosing = World(dist.get_rank(), dist.get_world_size())
     size = os.environ.get("WORLD_SIZE", "1")
-    if around is not None or size == "1":
-        yield around or World()
+    if enclosing is not None or size == "1":
+        yield enclosing or World()
         return
     # torch.optim imports torch._dynamo when it is first used. If that happens while a process group exists, the threads
     # of the group survive its destruction, and one that is still running when the interpreter ends aborts the process.
@@ -226,7 +226,7 @@ def current_world() -> World:
 
 
 def writes() -> bool:
-    """Whether this is the one process that writes files and prints; for use before there is a `World`."""
+    """Whether this is the one process that writes files and prints. It may be called before there is a `World`."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""One family of exceptions, and outcomes that are sentences."""
+"""The exceptions and warnings of the package, and `Outcome`, a sentence that says how a run ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class BilevelError(ValueError):
 
 
 class DivergenceError(BilevelError):
-    """A number stopped being finite. Nothing of the user's was changed.
+    """A number is no longer finite. No argument was changed.
 
     Attributes:
         step: the inner step t at which it happened, or None when it happened outside the inner loop.

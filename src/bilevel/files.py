@@ -12,7 +12,7 @@ from typing import Any
 
 from bilevel.errors import BilevelError
 
-# In sealed JSON: the digest of everything else.
+# The key of sealed JSON that holds the digest of all other entries.
 CHECKSUM = "checksum"
 
 
@@ -21,7 +21,9 @@ class NotWritten(BilevelError):
 
 
 def not_written(path: Path, error: OSError) -> NotWritten:
-    return NotWritten(f"{path} could not be written: {error.strerror or error}. What was there before is unchanged.")
+    return NotWritten(
+        f"{path} could not be written: {error.strerror or error}. The file that was there before is unchanged."
+    )
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -57,7 +59,7 @@ def write_json(path: Path, content: Any, *, sealed: bool = False) -> None:
 def read_json(path: Path) -> Any:
     """The content of the file, without the checksum; a BilevelError says what is wrong with it."""
     try:
-        # Whole numbers without end are JSON too; as floats they are infinite.
+        # JSON allows integers of any length. Very long ones become infinite floats.
         found = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda x: int(x) if len(x) < 300 else float(x))
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -74,7 +76,7 @@ def read_json(path: Path) -> Any:
 
 
 def _digest(content: Any) -> str:
-    """Of the content as it is read back, whatever the order of its keys."""
+    """The digest of the content as it is read back; the order of its keys does not matter."""
     plain = json.loads(json.dumps(content))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 

@@ -23,19 +23,19 @@ from bilevel.trees import Tree
 
 # Classes that are saved by their fields.
 RECORDS = {cls.__name__: cls for cls in (Hypergradient, Stats)}
-# How many numbers of each tensor tell one data set from another.
+# The number of entries of each tensor that enter its fingerprint.
 SAMPLE = 1024
 
 
 @dataclass
 class OuterCheckpoints:
-    """The folder that a `solve` writes its states to, and goes on from.
+    """The folder that a `solve` writes its states to, and resumes from.
 
     Args:
         folder: where the checkpoints are.
         every: hyperiterations between two checkpoints.
         world: rank 0 writes, all ranks read.
-        run: what identifies the run, as plain values; the checkpoints of another one are refused.
+        run: plain values that identify the run. The checkpoints of another run are refused.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class OuterCheckpoints:
     newest: int = field(default=-1, init=False)
 
     def load(self, device: torch.device) -> tuple[int, Any] | None:
-        """The hyperiteration and the state to go on from; None for a new run."""
+        """The hyperiteration and the state to resume from; None for a new run."""
         with self.world.agreed():
             found = Checkpoints(self.folder).newest(lambda message: warnings.warn(message, BilevelWarning, 4))
             if found is not None:
@@ -80,7 +80,7 @@ class OuterCheckpoints:
 
 
 def fingerprint(tree: Tree) -> str:
-    """Digits that tell one tree from another: the names, shapes and types of its tensors, and some of their numbers.
+    """A short hash of a tree: of the names, shapes and types of its tensors, and of some of their numbers.
 
     >>> fingerprint(torch.zeros(3)) == fingerprint(torch.ones(3))
     False

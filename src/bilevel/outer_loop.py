@@ -25,9 +25,9 @@ from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.hypergradients import Evaluator
 from bilevel.hyperiterations import Loop, LoopEnded, Part, budget
 from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint
-from bilevel.outer_ranks import led
+from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
-from bilevel.outer_sources import Tasks, TaskSource, inner_side, listed, with_outer_batch
+from bilevel.outer_sources import Tasks, TaskSource, check_inner_side, listed, with_outer_batch
 from bilevel.problem import Problem, Task
 from bilevel.progress import bar
 from bilevel.trees import Tree
@@ -73,7 +73,7 @@ def solve(
         steps: T, the inner steps of every hyperiteration; likewise.
         method: how to differentiate, as for `hypergradient`, or a function of the hyperiteration k that returns it:
             `lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)` solves both linear system and inner problem
-            more accurately as λ comes to rest.
+            more accurately as λ converges.
         algorithm: how λ is moved: `Descent(optimizer, scheduler)` by default, `LBFGSB()` for f_T without noise.
             `SOBA()` and other single-loop algorithms move w and λ together, on batches of both levels.
         optimizer: builds any torch optimiser from the leaves of λ; short for `algorithm=Descent(optimizer)`. Adam with
@@ -97,7 +97,7 @@ def solve(
         allow_unused: as for `hypergradient`.
         raise_on_failure: raise the `DivergenceError` instead of returning it as the outcome.
 
-    Interrupting with Ctrl-C returns what was reached.
+    Interrupting with Ctrl-C returns the solution reached so far.
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
@@ -115,7 +115,7 @@ def solve(
     chosen = _algorithm(algorithm, optimizer, scheduler)
     start, w = (start, None) if isinstance(start, str) else ("warm", start)
     _check(lam, iterations, start, patience, tasks, method, chosen)
-    dynamics, steps, tasks = inner_side(chosen, dynamics, steps, method, tol, patience, tasks, iterations)
+    dynamics, steps, tasks = check_inner_side(chosen, dynamics, steps, method, tol, patience, tasks, iterations)
     constraint = as_constraint(constraint)
     begin = trees.clone(lam if constraint is None else constraint.project(trees.detach(lam)))
     record = Record()
@@ -125,7 +125,7 @@ def solve(
     loop = Loop(parts)
     evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
     run = _OuterRun(loop, evaluator, tasks, _by_k(method), constraint, iterations, start, w, chosen.compares_values)
-    parts += [run.ask([callbacks] if callable(callbacks) else callbacks)] if callbacks else []
+    parts += [run.callback_part([callbacks] if callable(callbacks) else callbacks)] if callbacks else []
     loop.parts = parts
     outer = OuterProblem(begin, constraint, run.hyperiteration, run.evaluate)
     if chosen.moves_w:
@@ -137,11 +137,12 @@ def solve(
             outer = run.resumed(outer, record, chosen, checkpoint, checkpoint_every)
             show = progress if evaluator.world.writes else False
             with bar("hyperiterations", iterations, "f_T(λ) {task.fields[value]}", run.done, show) as record.advance:
-                outcome = loop.run(lambda: led(evaluator.world, chosen.minimise, outer))
+                outcome = loop.run(lambda: minimise_on_ranks(evaluator.world, chosen.minimise, outer))
     except KeyboardInterrupt:
         outcome = Outcome(
             "interrupted",
-            f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is what was reached.",
+            f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is the solution "
+            "reached so far.",
         )
     except DivergenceError as error:
         if raise_on_failure:
@@ -199,13 +200,13 @@ def _by_k(method: Any) -> Callable[[int], Any]:
 
 
 def _kind(method: Any) -> tuple[Any, ...]:
-    """What two methods must share for the adjoint of one to be a guess for the other's."""
+    """The properties that two methods must share for the adjoint of one to be a start for the other's."""
     return type(method), getattr(method, "condition", None)
 
 
 @dataclass
 class _OuterRun:
-    """f_T and ∇f_T at one λ after the other, with what a warm or online start carries from one to the next."""
+    """f_T and ∇f_T at one λ after the other, with the state that a warm or online start keeps between them."""
 
     loop: Loop
     evaluator: Evaluator
@@ -227,29 +228,29 @@ class _OuterRun:
         self, outer: OuterProblem, record: Record, algorithm: Algorithm, folder: str | Path | None, every: int
     ) -> OuterProblem:
         """The outer problem at the checkpoint in the folder, if there is one; checkpoints will be written there."""
-        everybody = self.evaluator.world
-        if everybody.size == 1 and folder is None:
+        processes = self.evaluator.world
+        if processes.size == 1 and folder is None:
             return outer
         problem = {"lam": fingerprint(outer.lam), "steps": self.evaluator.steps}
         if not isinstance(self.tasks, Iterator):
             problem["tasks"] = fingerprint(self._draw(0))
-        everybody.same(problem, "The processes called solve(…) with different λ, tasks or steps.")
+        processes.same(problem, "The processes called solve(…) with different λ, tasks or steps.")
         if folder is None:
             return outer
         if not algorithm.resumes:
             raise BilevelError(
-                f"checkpoint={str(folder)!r} was passed, but {type(algorithm).__name__} cannot go on from a state in "
-                "the middle. Leave checkpoint= out, or use another algorithm, such as Descent()."
+                f"checkpoint={str(folder)!r} was passed, but {type(algorithm).__name__} cannot resume from a saved "
+                "state. Leave checkpoint= out, or use another algorithm, such as Descent()."
             )
         kind = {"algorithm": type(algorithm).__name__, "start": self.start}
-        checkpoints = OuterCheckpoints(Path(folder), every, everybody, {**problem, **kind})
+        checkpoints = OuterCheckpoints(Path(folder), every, processes, {**problem, **kind})
         leaves, spec = trees.flatten(outer.lam)
         states: list[Callable[[], Tree]] = []
 
         def save(k: int) -> None:
             if k and (k % every == 0 or k == self.iterations):
                 previous = None if self.start == "cold" else self.previous
-                if everybody.writes:
+                if processes.writes:
                     state = {"algorithm": states[0](), "record": record.state(), "previous": previous}
                     checkpoints.save(k, state)
 
@@ -262,25 +263,25 @@ class _OuterRun:
             self.previous_kind = _kind(self.method)
         return replace(outer, saved=saved, keep=states.append)
 
-    def ask(self, callbacks: Sequence[Callable[[Iteration], bool | None]]) -> Part:
+    def callback_part(self, callbacks: Sequence[Callable[[Iteration], bool | None]]) -> Part:
         def part(k: int, here: Iteration) -> Outcome | None:
             # All callbacks are called, also after one that stops the loop. Each may keep its copy of λ.
-            answers = [
+            results = [
                 callback(Iteration(k, trees.clone(here.lam), here.hypergradient, here.gradient_norm))
                 for callback in callbacks
             ]
-            # One process stops all: a callback may look at the clock.
-            if not self.evaluator.world.any(any(answer is True for answer in answers)):
+            # If a callback stops one process, all stop: a callback may depend on the clock.
+            if not self.evaluator.world.any(any(answer is True for answer in results)):
                 return None
             return Outcome("stopped early", f"Stopped early by a callback at hyperiteration {k}.")
 
         return part
 
     def hyperiteration(self, lam: Tree) -> Hypergradient:
-        """Evaluate λ as the next hyperiteration, and show the result to the parts of the loop.
+        """Evaluate λ as the next hyperiteration, and report the result to the parts of the loop.
 
-        λ after the last update is evaluated too, on the tasks drawn last. In an online run that would be more inner
-        steps, so the loop ends before.
+        λ after the last update is evaluated too, on the tasks drawn last. In an online run that would take more inner
+        steps, so the loop ends before it.
         """
         k, self.done = self.done, self.done + 1
         self.save(k)
@@ -293,7 +294,7 @@ class _OuterRun:
         return result
 
     def report(self, lam: Tree, result: Hypergradient, norm: float) -> None:
-        """Show the parts of the loop an iteration of an algorithm that takes inner steps of its own."""
+        """Report an iteration of an algorithm that takes inner steps of its own to the parts of the loop."""
         k, self.done = self.done, self.done + 1
         self.save(k)
         self.loop.report(k, Iteration(k, lam, result, norm))
@@ -316,7 +317,7 @@ class _OuterRun:
         return result
 
     def drawn_before(self) -> int:
-        """How many training batches earlier hyperiterations drew: a warm start goes on with new ones."""
+        """The number of training batches that earlier hyperiterations used: a warm start continues with new ones."""
         goes_on = self.start == "warm" and not self.compares_values
         return (self.done - 1) * self.evaluator.steps if goes_on else 0
 
@@ -353,7 +354,9 @@ def _check(
     if patience is not None and patience < 1:
         raise BilevelError(f"patience={patience} would stop at once; pass a number ≥ 1 or None.")
     if start == "online" and method == "auto":
-        raise BilevelError("start='online' needs a method that can go on: pass Forward(), Reverse() or Truncated(k).")
+        raise BilevelError(
+            "start='online' needs a method that can continue a run: pass Forward(), Reverse() or Truncated(k)."
+        )
     source = not isinstance(tasks, (Task, list, tuple))
     if source and not (callable(tasks) or isinstance(tasks, Iterator)):
         raise BilevelError(

@@ -1,4 +1,4 @@
-"""One outer loop on several processes: rank 0 decides, and all processes evaluate."""
+"""One outer loop on several processes: rank 0 runs the algorithm, and all processes evaluate f_T."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bilevel.hyperiterations import LoopEnded
 from bilevel.trees import Tree
 
 
-def led(world: World, minimise: Callable[[OuterProblem], Outcome], outer: OuterProblem) -> Outcome:
-    """`minimise(outer)` by rank 0; the other ranks evaluate wherever rank 0 does.
+def minimise_on_ranks(world: World, minimise: Callable[[OuterProblem], Outcome], outer: OuterProblem) -> Outcome:
+    """Run `minimise(outer)` on rank 0; the other ranks evaluate f_T at the λ that rank 0 sends. Returns the outcome.
 
-    Copies of an algorithm on different machines may round differently, and would then ask about different λ. So λ is
-    that of rank 0. What ends an evaluation, an error or `LoopEnded`, ends it on all ranks. An algorithm that takes
-    inner steps of its own evaluates batches, not lists of tasks, so each rank runs it whole.
+    Copies of an algorithm on different machines may round differently, and would then evaluate different λ. An error or
+    a `LoopEnded` in an evaluation ends it on all ranks. An algorithm that takes inner steps of its own evaluates
+    batches, not lists of tasks, so each rank runs it whole.
     """
     if world.size == 1 or outer.report is not None:
         return minimise(outer)
@@ -27,7 +27,7 @@ def led(world: World, minimise: Callable[[OuterProblem], Outcome], outer: OuterP
 
 
 def _leader(world: World, minimise: Callable[[OuterProblem], Outcome], outer: OuterProblem) -> Outcome:
-    def told(name: str) -> Callable[[Tree], Hypergradient]:
+    def broadcasting(name: str) -> Callable[[Tree], Hypergradient]:
         evaluate: Callable[[Tree], Hypergradient] = getattr(outer, name)
 
         def call(lam: Tree) -> Hypergradient:
@@ -35,13 +35,15 @@ def _leader(world: World, minimise: Callable[[OuterProblem], Outcome], outer: Ou
             try:
                 return evaluate(lam)
             except (BilevelError, LoopEnded) as error:
-                raise _Everywhere(error) from error
+                raise _EndedOnAllRanks(error) from error
 
         return call
 
     try:
-        outcome = minimise(replace(outer, hyperiteration=told("hyperiteration"), evaluate=told("evaluate")))
-    except _Everywhere as ended:
+        outcome = minimise(
+            replace(outer, hyperiteration=broadcasting("hyperiteration"), evaluate=broadcasting("evaluate"))
+        )
+    except _EndedOnAllRanks as ended:
         raise ended.error from None
     except BilevelError as error:
         world.from_first(("error", type(error), str(error)))
@@ -52,16 +54,16 @@ def _leader(world: World, minimise: Callable[[OuterProblem], Outcome], outer: Ou
 
 def _follower(world: World, outer: OuterProblem) -> Outcome:
     while True:
-        name, *said = world.from_first()
+        name, *message = world.from_first()
         if name == "outcome":
-            return cast(Outcome, said[0])
+            return cast(Outcome, message[0])
         if name == "error":
-            raise said[0](said[1])
-        getattr(outer, name)(*said)
+            raise message[0](message[1])
+        getattr(outer, name)(*message)
 
 
-class _Everywhere(Exception):
-    """What ended an evaluation on all ranks."""
+class _EndedOnAllRanks(Exception):
+    """The exception that ended an evaluation on all ranks."""
 
     def __init__(self, error: Any) -> None:
         super().__init__()

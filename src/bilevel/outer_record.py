@@ -1,4 +1,4 @@
-"""What a `solve` has seen so far, and what it returns."""
+"""The history of a `solve`, and the solution that it returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bilevel.trees import Spec, Tree
 
 @dataclass(frozen=True)
 class Iteration:
-    """What a callback is given: hyperiteration k = 0, 1, … at λ, before λ is updated."""
+    """The argument of a callback: hyperiteration k = 0, 1, … at λ, before λ is updated."""
 
     k: int
     lam: Tree
@@ -28,7 +28,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the outer loop reached.
+    """The result of `solve`.
 
     Attributes:
         outer: λ. With `patience`, and with an algorithm that compares values, the best one seen; otherwise the last.
@@ -61,7 +61,7 @@ class Record:
     advance: Callable[..., None] = lambda done, value: None
 
     def keep(self, k: int, here: Iteration) -> None:
-        """λ at hyperiteration k is the last one now, and perhaps the best."""
+        """Store hyperiteration k as the last one, and as the best one if its value is."""
         self.last = here
         value = float(here.hypergradient.value)
         if value < self.best_value:
@@ -115,12 +115,12 @@ class Record:
         }
 
     def load(self, state: dict[str, Any], spec: Spec) -> None:
-        """Go on from a state; `spec` is the structure of λ."""
+        """Restore a state; `spec` is the structure of λ."""
 
-        def found(kept: Any) -> Iteration | None:
+        def restored(kept: Any) -> Iteration | None:
             return None if kept is None else Iteration(kept[0], spec.unflatten(kept[1]), kept[2], kept[3])
 
         self.values, self.norms, self.seconds = state["values"], state["norms"], state["seconds"]
-        self.best, self.last = found(state["best"]), found(state["last"])
+        self.best, self.last = restored(state["best"]), restored(state["last"])
         self.best_value = float("inf") if self.best is None else float(self.best.hypergradient.value)
         self.began = time.perf_counter() - (self.seconds[-1] if self.seconds else 0.0)

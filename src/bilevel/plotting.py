@@ -1,4 +1,4 @@
-"""The look of every picture that the package draws, and how a picture is saved.
+"""The style of every picture that the package draws, and how a picture is saved.
 
 The colours are Okabe and Ito's palette, which colour-blind readers can tell apart. Figures are matplotlib's own objects
 with an Agg canvas: pyplot is not used, so nothing stays open, no window system is needed, and a figure is freed with
@@ -56,7 +56,7 @@ OTHER_SCRIPTS = ("Noto Sans CJK JP", "Noto Sans", "Microsoft YaHei", "Hiragino S
 
 
 def style() -> AbstractContextManager[None]:
-    """The package's look, for what is drawn inside the block."""
+    """The package's style, for everything that is drawn inside the block."""
     extras.require("matplotlib", extra="report", purpose="Drawing a picture")
     import matplotlib
     from matplotlib import font_manager
@@ -78,7 +78,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 @contextmanager
 def picture(path: Path, width: float = 11, height: float = 4.6) -> Iterator[Figure]:
-    """A figure in the package's look. It is saved when the block ends without an error."""
+    """A figure in the package's style. It is saved when the block ends without an error."""
     with style():
         figure = new_figure(width, height)
         yield figure
@@ -126,7 +126,7 @@ def show_image(axes: Axes, image: NDArray[Any], most: float = 255, **more: Any) 
 
 
 def class_name(title: str) -> str:
-    """The name of a data set's class as one would say it.
+    """A readable name of a data set's class.
 
     >>> class_name("hebrew/U+05D0 HEBREW LETTER ALEF"), class_name("Tengwar/character07")
     ('hebrew alef', 'Tengwar character07')

@@ -1,4 +1,4 @@
-"""What a user sees of long work, on standard error: progress bars, on a terminal only by default, and a line."""
+"""Progress of long work on standard error: progress bars, on a terminal only by default, and status lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bilevel import extras
 
 # Seconds until the first line about long work, and between lines.
 FIRST, NEXT = 2.0, 10.0
-_speaking = threading.Lock()
+_active = threading.Lock()
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def bar(
 
 @contextmanager
 def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str], None]]:
-    """A bar that moves by one at each call, with a word on what is being done. By default only a terminal shows it."""
+    """A bar that advances by one at each call, which names the current work. By default only a terminal shows it."""
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda doing: None
         return
@@ -66,34 +66,33 @@ def counter(title: str, total: int, show: bool | None) -> Iterator[Callable[[str
 
 @contextmanager
 def heartbeat(quiet: bool = False, first: float = FIRST, between: float = NEXT) -> Iterator[Callable[[str], None]]:
-    """A line about long work: on a terminal in place, in a pipe or log file as lines of its own.
+    """A status line for long work: on a terminal it is overwritten, in a pipe or log file every status is a new line.
 
-    Yields a function that is told what is being done. Nothing is written before `first` seconds have passed. A thread
-    writes the line, so that one call that lasts long does not leave the user without a word. Inside another heartbeat
-    this one is quiet.
+    Yields a function that sets the status. Nothing is written before `first` seconds have passed. A thread writes the
+    line, so that it also appears during a single long call. Inside another heartbeat this one writes nothing.
     """
-    if quiet or not _speaking.acquire(blocking=False):
-        yield lambda what: None
+    if quiet or not _active.acquire(blocking=False):
+        yield lambda text: None
         return
-    began, said, stopped = time.monotonic(), ["starting"], threading.Event()
+    began, status, stopped = time.monotonic(), ["starting"], threading.Event()
     terminal = sys.stderr.isatty()
 
-    def speak() -> None:
+    def write_status() -> None:
         wait = first
         while not stopped.wait(wait):
-            line = f"{time.monotonic() - began:.0f} s, {said[0]}"
+            line = f"{time.monotonic() - began:.0f} s, {status[0]}"
             sys.stderr.write(f"\r\x1b[2K{line}" if terminal else f"{line}\n")
             sys.stderr.flush()
             wait = 0.5 if terminal else between
 
-    thread = threading.Thread(target=speak, daemon=True)
+    thread = threading.Thread(target=write_status, daemon=True)
     thread.start()
     try:
-        yield lambda what: said.__setitem__(0, what)
+        yield lambda text: status.__setitem__(0, text)
     finally:
         stopped.set()
         thread.join()
         if terminal and time.monotonic() - began > first:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
-        _speaking.release()
+        _active.release()

@@ -1,4 +1,4 @@
-"""`roughness`: how far a step along −∇f_T keeps what the gradient promises."""
+"""`roughness`: over which lengths f_T falls along −∇f_T as its gradient predicts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from bilevel.hypergradients import hypergradient, value_of
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
-# A step keeps its promise if the value falls by at least this share of length · ‖∇f_T‖.
-SHARE = 0.5
-# If the gradient promises this many times the change that f_T shows, f_T is rough on this length.
+# A step is good if f_T falls by at least this fraction of the predicted decrease, length · ‖∇f_T‖.
+GOOD_FRACTION = 0.5
+# If the predicted change is this many times the change of f_T, f_T is rough on this length.
 ROUGH = 10.0
 
 
 @dataclass(frozen=True)
 class Roughness:
-    """What f_T does along −∇f_T.
+    """How f_T changes along −∇f_T.
 
     Attributes:
         value: f_T(λ).
-        slope: ‖∇f_T(λ)‖: by how much f_T falls for each unit of length, as the gradient promises.
+        slope: ‖∇f_T(λ)‖, the decrease of f_T per unit of length that the gradient predicts.
         length: the longest step that was tried, in the norm of λ.
-        kept: the longest step of those tried for which it, and every shorter one, gains at least half of what was
-            promised; 0 if none does.
+        kept: the longest tried step for which f_T falls by at least half of the predicted decrease, as for all shorter
+            ones; 0 if there is none.
         ratio: the largest of length · ‖∇f_T‖ over the change of f_T within that length, to both sides. At most 1 for a
             convex or a concave f_T.
-        useful: false if f_T is too rough for its gradient: a short step already breaks its promise, and at a larger
-            scale f_T changes much less than the gradient says.
+        useful: False if f_T is too rough for its gradient: within some length f_T changes at most a tenth of what the
+            gradient predicts.
         outcome: a sentence that says what to do.
     """
 
@@ -50,7 +50,7 @@ class Roughness:
     def __str__(self) -> str:
         return (
             f"f_T(λ) = {self.value:.6g}, ‖∇f_T‖ = {self.slope:.3g}; a step of up to {self.kept:.3g} (tried: "
-            f"{self.length:.3g}) gains at least half of its promise. {self.outcome}"
+            f"{self.length:.3g}) achieves at least half of the predicted decrease. {self.outcome}"
         )
 
 
@@ -70,7 +70,7 @@ def roughness(
     A long run of a chaotic inner problem has an exact gradient that is of no use: f_T oscillates on a scale far below
     any step of an outer optimiser, and ‖∇f_T‖ grows with T like the oscillations. Here f_T is evaluated at λ ± s ∇f_T /
     ‖∇f_T‖ for s = length, length/4, length/16, …, which costs 2 · points runs without a gradient, and compared with the
-    promise f_T(λ) − s ‖∇f_T‖.
+    prediction f_T(λ) − s ‖∇f_T‖.
 
     Args:
         problem, lam, task, dynamics, steps: as for `hypergradient`.
@@ -102,7 +102,7 @@ def roughness(
     if length is None:
         length = 0.1 * max(float(trees.norm(lam)), trees.size(lam) ** 0.5)
     if not slope > 0:
-        outcome = Outcome("finished", "The gradient is zero, so it promises nothing.")
+        outcome = Outcome("finished", "The gradient is zero, so it predicts no decrease.")
         return Roughness(value, 0.0, length, length, 0.0, True, outcome)
 
     def at(move: float) -> float:
@@ -113,18 +113,18 @@ def roughness(
         except DivergenceError:
             return math.inf
 
-    # From short to long: what is seen within a length includes the shorter ones.
+    # From short to long: the values seen within a length include those of shorter lengths.
     lengths = [length / 4**i for i in reversed(range(points))]
     precision = torch.finfo(here.value.dtype).eps * max(abs(value), 1e-300)
-    kept, broken, ratio, seen = 0.0, False, 0.0, [value]
+    kept, missed, ratio, seen = 0.0, False, 0.0, [value]
     for s in lengths:
         down, up = at(s), at(-s)
         seen += [down, up]
-        # Shorter steps promise less than rounding shows.
+        # The predicted decrease of shorter steps is below the rounding error.
         if s * slope < 1e3 * precision:
             continue
-        broken = broken or not value - down >= SHARE * s * slope
-        kept = kept if broken else s
+        missed = missed or not value - down >= GOOD_FRACTION * s * slope
+        kept = kept if missed else s
         change = max(seen) - min(seen)
         ratio = max(ratio, s * slope / change if change > 0 else math.inf)
     useful = ratio < ROUGH
@@ -140,11 +140,11 @@ def _outcome(kept: float, length: float, ratio: float, useful: bool) -> Outcome:
             f"average f_T over steps with ZeroOrder(sigma=…) of about {length / 10:.2g}.",
         )
     if kept >= length:
-        return Outcome("finished", "Steps of every length that was tried keep their promise.")
+        return Outcome("finished", "Steps of every length that was tried decrease f_T as predicted.")
     if kept > 0:
         return Outcome("finished", f"f_T changes as its gradient says, but is curved: take steps up to {kept:.2g}.")
     return Outcome(
         "finished",
-        "No step that was tried keeps its promise, but f_T changes as much as its gradient says: λ is close to a "
-        "minimiser, or all steps were too long. Pass a smaller length=….",
+        "No step that was tried achieves half of the predicted decrease, but f_T changes as much as predicted: λ is "
+        "close to a minimiser, or all steps were too long. Pass a smaller length=….",
     )

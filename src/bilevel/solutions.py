@@ -38,7 +38,7 @@ def inner_solution(
     """w_T as a function of λ that torch can differentiate: a layer of a network, or the input of several losses.
 
     `problem.outer` is not used. A backward pass computes v ∂w_T/∂λ, for the cotangent v of w_T, by the method: it is
-    the hypergradient of ⟨v, w_T⟩. With an exact method the result can be differentiated as often as one likes; an
+    the hypergradient of ⟨v, w_T⟩. With an exact method the result can be differentiated any number of times; an
     inexact one has a first derivative only. Tensors of the task that require grad are differentiated like λ.
 
     Args:
@@ -65,8 +65,8 @@ def inner_solution(
     """
     if under_torch_func():
         raise BilevelError(
-            "inner_solution(...) was called within torch.func.grad, vmap or another transform, which cannot follow it. "
-            "Write objective(...) there, or use torch.autograd.grad."
+            "inner_solution(...) was called within torch.func.grad, vmap or another transform, which it does not "
+            "support. Write objective(...) there, or use torch.autograd.grad."
         )
     check_problem_and_steps(problem, steps)
     refuse_forward_mode((lam, task))
@@ -92,7 +92,7 @@ def _solution(evaluator: Evaluator, lam: Tree, task: Task, method: Method | None
 
 
 def _run(evaluator: Evaluator, lam: Tree, task: Task) -> Tree:
-    """w_T, with nothing recorded."""
+    """w_T, without a graph."""
     # v is not known before the backward pass.
     process = _with_product(evaluator, None).process(lam, task, allow_unused=True)
     check_process(process, Unrolled(), value_only=True)
@@ -103,7 +103,7 @@ def _run(evaluator: Evaluator, lam: Tree, task: Task) -> Tree:
 
 
 def _with_product(evaluator: Evaluator, v: Tree) -> Evaluator:
-    """With the outer objective ⟨v, w⟩, whose hypergradient is v ∂w_T/∂λ; without v, with the sum of w's squares."""
+    """The evaluator with the outer objective ⟨v, w⟩, whose hypergradient is v ∂w_T/∂λ; without v, ⟨w, w⟩."""
     outer = lambda w, lam, batch: trees.dot(w if v is None else v, w)  # noqa: E731
     return replace(evaluator, problem=replace(evaluator.problem, outer=outer))
 

@@ -1,4 +1,4 @@
-"""Which code this is, for results that have to be found again."""
+"""The commit of the source code, which is stored with results."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def one_thread() -> Iterator[None]:
 
 
 def thread_count(count: int | None) -> int:
-    """The number of threads that `n_jobs` of scikit-learn means: -1 for all processors, None for as torch has it."""
+    """The number of threads that scikit-learn's `n_jobs` means: -1 for all processors, None for torch's own number."""
     if count is None:
         return torch.get_num_threads()
     return count if count > 0 else max(1, (os.cpu_count() or 1) + 1 + count)
@@ -82,7 +82,7 @@ def thread_count(count: int | None) -> int:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Torch computes with so many threads inside the block, as `thread_count` reads them; the former are restored."""
+    """Set torch's number of threads to `thread_count(count)` inside the block; the former number is restored."""
     before = torch.get_num_threads()
     torch.set_num_threads(thread_count(count))
     try:

@@ -40,18 +40,18 @@ def register(cls: type, fields: Sequence[str]) -> None:
         copy.__dict__.update(template, **dict(zip(fields, children, strict=True)))
         return copy
 
-    def split(node: Any) -> tuple[list[Any], _Same, tuple[str, ...]]:
+    def split(node: Any) -> tuple[list[Any], _IgnoredSettings, tuple[str, ...]]:
         rest = {name: value for name, value in vars(node).items() if name not in fields}
-        return [getattr(node, name) for name in fields], _Same(rest), tuple(fields)
+        return [getattr(node, name) for name in fields], _IgnoredSettings(rest), tuple(fields)
 
     optree.register_pytree_node(cls, split, unflatten, namespace=NAMESPACE)
 
 
-class _Same(dict[str, Any]):
+class _IgnoredSettings(dict[str, Any]):
     """Settings stored in a node. They are ignored when two structures are compared."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same)
+        return isinstance(other, _IgnoredSettings)
 
     def __hash__(self) -> int:  # type: ignore[override]
         return 0
