@@ -175,9 +175,9 @@ class Unused(Prototypical):
         (FirstImage, "another order of the support images changes the probabilities"),
         (FirstClass, "changes the probabilities"),
         (FiveClasses, "7 ways and 1 shots fail with RuntimeError: the memory is full"),
-        (Untold, "check_episode refuses 7 ways and 1 shots, and adapt takes them"),
+        (Untold, "check_episode refuses 7 ways and 1 shots, but adapt does not"),
         (Hidden, "a second call on the same episodes gives another hypergradient"),
-        (Unsaved, "the probabilities after save and load are others"),
+        (Unsaved, "the probabilities after save and load are different"),
     ],
 )
 def test_the_battery_refuses(kind, message):

@@ -1,4 +1,4 @@
-"""What every algorithm for the outer problem must satisfy, ours and yours."""
+"""The battery for algorithms of the outer problem."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ WEIGHTS = (1.0, 3.0, 0.5)
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """It minimises a quadratic, free and in a box; raise an `AssertionError` that says what is wrong.
+    """Check that an algorithm minimises a quadratic, free and in a box; raise an `AssertionError` that says what is
+    wrong.
 
-    Within 400 hyperiterations it comes within 1e-4 of the known minimiser. With a box, every λ that it asks about lies
-    in it. It stops when the loop ends, after the last hyperiteration or by a callback. The user's λ is left alone. An
-    algorithm that resumes goes on from a saved state with the same numbers. An algorithm that takes inner steps of its
-    own is held to `check_single_loop` instead.
+    Within 400 hyperiterations it comes within 1e-4 of the known minimiser. With a box, every λ that it evaluates lies
+    in the box. It stops when the loop ends, after the last hyperiteration or by a callback. The user's λ is not
+    changed. An algorithm that `resumes` continues from a saved state with the same numbers. An algorithm that takes
+    inner steps of its own is checked by `check_single_loop` instead.
     """
     if isinstance(algorithm, SingleLoop):
         check_single_loop(algorithm)
@@ -45,28 +46,28 @@ def check_algorithm(algorithm: Algorithm) -> None:
         found = _solve(algorithm, begin, constraint=None if free else Box(low, high), callbacks=[seen.append])
         where = "a quadratic" if free else f"a quadratic in the box from {low} to {high}"
         expected = _vector(lam).new_tensor(MINIMISER).clamp(low, high)
-        away = float((_vector(found.outer) - expected).abs().max())
-        assert away < 1e-4, f"{algorithm} did not minimise {where}: λ is {away:.3g} away. {found.outcome}"
+        distance = float((_vector(found.outer) - expected).abs().max())
+        assert distance < 1e-4, f"{algorithm} did not minimise {where}: λ is {distance:.3g} away. {found.outcome}"
         outside = max(float((_vector(here.lam).abs() - high).max()) for here in seen)
-        assert free or outside <= 0, f"{algorithm} asked about a λ outside of the constraint, by {outside:.3g}"
+        assert free or outside <= 0, f"{algorithm} evaluated a λ outside of the constraint, by {outside:.3g}"
         assert torch.equal(_vector(begin), _vector(lam)), f"{algorithm} changed the λ that it was given"
     for count, stopped in ((3, {"iterations": 3}), (3, {"callbacks": [lambda here: here.k == 2]})):
         done = len(_solve(algorithm, lam, **stopped).history["value"])
         assert done == count, f"{algorithm} went on after the loop ended: {done} hyperiterations instead of {count}"
     if algorithm.resumes:
-        whole, states = _asked_about(algorithm, lam, None, 6)
-        resumed, _ = _asked_about(algorithm, lam, states[3], 3)
-        assert all(map(torch.equal, whole[3:], resumed)), f"{algorithm} went on from a saved state with other numbers"
+        whole, states = _evaluated(algorithm, lam, None, 6)
+        resumed, _ = _evaluated(algorithm, lam, states[3], 3)
+        assert all(map(torch.equal, whole[3:], resumed)), f"{algorithm} resumed from a saved state with other numbers"
 
 
-def _asked_about(algorithm: Algorithm, lam: Tree, saved: Tree | None, count: int) -> tuple[list[Tensor], list[Tree]]:
-    """The first `count` points that the algorithm asks about, from a saved state if there is one, and its states."""
-    asked, states, kept = list[Tensor](), list[Tree](), list[Callable[[], Tree]]()
+def _evaluated(algorithm: Algorithm, lam: Tree, saved: Tree | None, count: int) -> tuple[list[Tensor], list[Tree]]:
+    """The first `count` points that the algorithm evaluates, from a saved state if there is one, and its states."""
+    points, states, kept = list[Tensor](), list[Tree](), list[Callable[[], Tree]]()
 
     def hyperiteration(lam: Tree) -> Hypergradient:
-        if len(asked) == count:
+        if len(points) == count:
             raise LoopEnded(Outcome("finished", "Enough."))
-        asked.append(_vector(lam).clone())
+        points.append(_vector(lam).clone())
         # Through bytes, as in a checkpoint.
         file = io.BytesIO()
         torch.save(kept[0](), file)
@@ -85,7 +86,7 @@ def _asked_about(algorithm: Algorithm, lam: Tree, saved: Tree | None, count: int
     outer = OuterProblem(trees.clone(lam), None, hyperiteration, evaluate, saved, kept.append)
     with contextlib.suppress(LoopEnded):
         algorithm.minimise(outer)
-    return asked, states
+    return points, states
 
 
 def _solve(algorithm: Algorithm, lam: Tree, **settings: Any) -> Solution:

@@ -23,7 +23,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class ProblemReport:
-    """What `check_problem` measured.
+    """The measurements of `check_problem`.
 
     Attributes:
         value: f_T(λ).

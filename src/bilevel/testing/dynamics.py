@@ -40,9 +40,9 @@ def check_dynamics(dynamics: Dynamics) -> None:
     wrong.
 
     A step is a pure function: it changes no argument, keeps structure, shape and dtype of w, and gives the same result
-    when it is called again, with gradients recorded or not, whatever was drawn or called in between. Its derivative is
-    the slope that central differences see (1e-6), in λ and in every numeric setting of the dynamics, and all exact
-    methods agree on it (1e-10). Weights without a gradient give finite hypergradients. `heavy_ball_form` and
+    when it is called again, with gradients recorded or not, whatever was drawn or called in between. Its derivative
+    equals central differences to 1e-6, in λ and in every numeric setting of the dynamics, and all exact
+    methods agree on it to 1e-10. Weights without a gradient give finite hypergradients. `heavy_ball_form` and
     `stationary_step` describe what the dynamics does. For a solver that runs to a tolerance and is not
     `differentiable`, methods that differentiate steps are refused, and `Implicit` gives the gradient at the minimiser.
     """
@@ -91,7 +91,7 @@ def _check_step(dynamics: Dynamics) -> None:
 
 
 def _check_solver(dynamics: Dynamics) -> None:
-    """One step reaches the minimiser, whose gradient is that of many small steps, recorded."""
+    """One step reaches the minimiser, and its gradient equals that of many recorded small steps."""
     slow: Dynamics = Picard() if dynamics.equations else GradientDescent(0.3)
     for example in (one for one in examples() if one.name in ("quadratic", "smooth", "encode", "nested")):
         case = BatteryCase(example.for_dynamics(dynamics), dynamics, str(dynamics))
@@ -125,7 +125,7 @@ def _check_derivative(case: BatteryCase) -> None:
         try:
             found = hypergradient(*args, method=method, **settings).grad
         except BilevelError:
-            # A method may refuse a case; it may not be wrong about it.
+            # A method may refuse a case, but its result must not be wrong.
             continue
         agree(found, grad, SINGLE if single else EXACT, f"{case}: {method} differs from Unrolled")
 
@@ -185,12 +185,12 @@ def _check_limit(dynamics: Dynamics) -> None:
     _, loss, w = _quadratic(dynamics)
     with torch.no_grad():
         state, start, moved = dynamics.init(w), w, [1.0]
-        # With momentum, w may stand still for one step where it turns round.
+        # With momentum, w may be unchanged for one step where its direction reverses.
         while max(moved[-20:]) > 1e-13 and len(moved) < 1000:
             before, (w, state) = w, dynamics.step(loss, w, state, len(moved))
             moved.append(float(trees.norm(trees.subtract(w, before))))
         if max(moved[-20:]) > 1e-9 or dynamics.iterations(state):
-            # With a tolerance it rests near its limit, at a point that the tolerance decides.
+            # With a tolerance it stops near its limit, at a point that depends on the tolerance.
             return
         t = len(moved)
         fixed, decay = dynamics.stationary_step(loss, w, t), dynamics.slope_decay(t)
@@ -200,8 +200,8 @@ def _check_limit(dynamics: Dynamics) -> None:
             slope = trees.map(lambda g, x: g + decay * x, gradient(loss, w), w)
             ratio = float(trees.norm(slope) / trees.norm(gradient(loss, start)))
             assert ratio <= 1e-6, (
-                f"{dynamics} comes to rest where ∇L{f' + {decay:g}·w' if decay else ''} is not zero ({ratio:.2g} of "
-                "what it was at the start). Let stationary_step or slope_decay say where it rests; Implicit() needs it"
+                f"{dynamics} converges to a point where ∇L{f' + {decay:g}·w' if decay else ''} is not zero "
+                f"({ratio:.2g} of its norm at the start). Describe the limit in stationary_step or slope_decay"
             )
 
 

@@ -31,8 +31,8 @@ ROUNDING = 1e-8
 def check_learner(learner: type[Learner] | Learner, *, tolerance: float = 1e-5) -> None:
     """Raise an `AssertionError` that says what is wrong with a learner.
 
-    It checks the hypergradient against central differences in float64; that `adapt` classifies as `accuracies` says;
-    that saving and loading, and stopping and going on, change nothing, bit for bit; that the order of the images and
+    It checks the hypergradient against central differences in float64; that `adapt` reproduces `accuracies`;
+    that saving and loading, and stopping and resuming, change nothing, bit for bit; that the order of the images and
     the names of the classes do not matter; that any number of ways and shots works or is refused by `check_episode`;
     and that the learner is defined in one file.
 
@@ -155,23 +155,23 @@ def _check_hypergradient(learner: Learner, tolerance: float) -> None:
 
 
 def _check_adapt(learner: Learner) -> None:
-    """What is judged in training is what users get."""
+    """The accuracy of `adapt`, which users call, is the one that training reports."""
     batch = episodes(ways=_ways(learner), seed=3)
-    judged = learner.accuracies(batch)
+    scores = learner.accuracies(batch)
     columns = learner.steps if learner.has_steps else 1
-    assert judged.shape == (2, columns), (
-        f"accuracies are {list(judged.shape)} for 2 episodes and T = {columns}; they must be episodes × steps"
+    assert scores.shape == (2, columns), (
+        f"accuracies are {list(scores.shape)} for 2 episodes and T = {columns}; they must be episodes × steps"
     )
     for i in range(2):
         (support, labels), (queries, answers) = (tuple(x[i] for x in part) for part in (batch.train, batch.val))
         classifier = learner.adapt(support, labels.tolist())
-        right = [said == true for said, true in zip(classifier.predict(queries), answers.tolist(), strict=True)]
-        used, reported = sum(right) / len(right), float(judged[i, -1])
+        right = [label == true for label, true in zip(classifier.predict(queries), answers.tolist(), strict=True)]
+        used, reported = sum(right) / len(right), float(scores[i, -1])
         assert abs(used - reported) < 1e-9, (
             f"adapt(…).predict is right in {used:.4f} of an episode's queries, and accuracies says {reported:.4f}"
         )
-        chances = classifier.predict_proba(queries)
-        assert torch.allclose(chances.sum(1), torch.ones(len(queries))), "the probabilities of a query do not sum to 1"
+        sums = classifier.predict_proba(queries).sum(1)
+        assert torch.allclose(sums, torch.ones(len(queries))), "the probabilities of a query do not sum to 1"
 
 
 def _check_order(learner: Learner) -> None:
@@ -181,15 +181,15 @@ def _check_order(learner: Learner) -> None:
     moved = learner.adapt(support[order], labels[order].tolist())
     columns = [moved.classes.index(label) for label in expected.classes]
     error = float((moved.predict_proba(queries)[:, columns] - expected.predict_proba(queries)).abs().max())
-    if learner.symmetric:  # else the numbers of the classes, which follow the order, matter too
+    if learner.symmetric:  # otherwise the numbers of the classes, which depend on the order, matter too
         assert error <= ROUNDING, f"another order of the support images changes the probabilities by {error:.2g}"
-    turned = torch.arange(len(queries)).flip(0)
-    error = float((expected.predict_proba(queries[turned]) - expected.predict_proba(queries)[turned]).abs().max())
+    flipped = torch.arange(len(queries)).flip(0)
+    error = float((expected.predict_proba(queries[flipped]) - expected.predict_proba(queries)[flipped]).abs().max())
     assert error <= ROUNDING, f"another order of the queries changes their probabilities by {error:.2g}"
 
 
 def _check_classes(learner: Learner) -> None:
-    """Renaming is done inside of episodes too, whose labels are numbers."""
+    """Permuting the numbers of the classes in an episode must only permute the probabilities."""
     if not learner.symmetric:
         return
     (support, labels), (queries, _) = _one(learner)
@@ -216,16 +216,16 @@ def _check_shapes(learner: Learner) -> None:
                 learner.adapt(support, labels.tolist())
             except BilevelError:
                 continue
-            raise AssertionError(f"check_episode refuses {ways} ways and {shots} shots, and adapt takes them") from None
+            raise AssertionError(f"check_episode refuses {ways} ways and {shots} shots, but adapt does not") from None
         try:
             found = learner.accuracies(batch)
-            chances = learner.adapt(support, labels.tolist()).predict_proba(batch.val[0][0])
+            shape = learner.adapt(support, labels.tolist()).predict_proba(batch.val[0][0]).shape
         except Exception as error:
             raise AssertionError(
                 f"{ways} ways and {shots} shots fail with {type(error).__name__}: {error}. A learner with limits "
                 "refuses such episodes in check_episode"
             ) from error
-        assert bool(found.isfinite().all()) and chances.shape == (2 * ways, ways), f"{ways} ways give {chances.shape}"
+        assert bool(found.isfinite().all()) and shape == (2 * ways, ways), f"{ways} ways give {shape}"
 
 
 def _check_files(learner: Learner) -> None:
@@ -235,11 +235,11 @@ def _check_files(learner: Learner) -> None:
         again = type(learner).load(Path(folder) / "model", _module(learner))
     assert again.settings() == learner.settings(), f"{learner.settings()} was saved, and {again.settings()} loaded"
     one, two = (known.adapt(support, labels.tolist()).predict_proba(queries) for known in (learner, again))
-    assert torch.equal(one, two), "the probabilities after save and load are others; what they need is in λ or options"
+    assert torch.equal(one, two), "the probabilities after save and load are different; keep all state in λ or options"
 
 
 def _check_training(learner: Learner) -> None:
-    """Two hyperiterations, a checkpoint, two more: the state and the weights of four in one go."""
+    """Two hyperiterations, a checkpoint and two more give the state and the weights of four without a break."""
     settings, data = _settings(learner), _data()
 
     def job() -> FewShotTraining:
@@ -252,7 +252,7 @@ def _check_training(learner: Learner) -> None:
     for k in (1, 2, 3, 4):
         whole.step(k)
     changed = [name for name, leaf in whole.learner.lam.items() if not torch.equal(leaf, before[name])]
-    assert changed, "four hyperiterations of training leave λ as it was"
+    assert changed, "four hyperiterations of training do not change λ"
     for k in (1, 2):
         first.step(k)
     second.restore({name: value.clone() for name, value in first.state().items()})
@@ -261,9 +261,9 @@ def _check_training(learner: Learner) -> None:
     one, two = whole.state(), second.state()
     wrong = [name for name in one if not torch.equal(one[name], two[name])]
     assert not wrong, (
-        f"training that goes on from a checkpoint differs in {', '.join(wrong[:3])}; what training changes is in λ"
+        f"training that resumes from a checkpoint differs in {', '.join(wrong[:3])}; keep what training changes in λ"
     )
-    assert whole.validate(4) == second.validate(4), "validation after going on from a checkpoint gives another score"
+    assert whole.validate(4) == second.validate(4), "validation after resuming from a checkpoint gives another score"
 
 
 def _settings(learner: Learner) -> TrainingSettings:

@@ -52,7 +52,7 @@ def check_method(
     - an `exact` method equals another exact method to 1e-10, and central differences to 1e-6;
     - a method that is not exact, but sees every place where λ can enter, equals ∇f_T to `tolerance`;
     - a method that sees the outer objective alone equals ∇_λ E(w_T, λ) with w_T held fixed, to 1e-10;
-    - any other (implicit, truncated) equals ∇f_T to `tolerance` where w has come to rest.
+    - any other (implicit, truncated) equals ∇f_T to `tolerance` where w has converged.
 
     A method may refuse a case with a `BilevelError`: in `check` always, and while it runs unless the case is
     gradient descent or heavy ball on a quadratic problem. It may not refuse all cases. Besides, a list of tasks gives
@@ -71,7 +71,7 @@ def check_method(
     answered: list[BatteryCase] = []
     refusals: list[BilevelError] = []
     for case in tried:
-        for visible, steps in _claims(method, case, tolerance):
+        for visible, steps in _cases_to_check(method, case, tolerance):
             answer = _answer(method, visible, steps)
             if isinstance(answer, BilevelError):
                 refusals.append(answer)
@@ -88,7 +88,7 @@ def check_method(
         _check_unused(method, answered[0])
 
 
-def _claims(method: Method, case: BatteryCase, tolerance: float) -> Iterator[tuple[BatteryCase, int]]:
+def _cases_to_check(method: Method, case: BatteryCase, tolerance: float) -> Iterator[tuple[BatteryCase, int]]:
     """The case restricted to the parts of λ that the method sees, with a number of steps for which the right gradient
     is known."""
     for steps in (STEPS, LIMIT):
@@ -100,7 +100,7 @@ def _claims(method: Method, case: BatteryCase, tolerance: float) -> Iterator[tup
 
 
 def _answer(method: Method, case: BatteryCase, steps: int) -> Hypergradient | BilevelError:
-    """The hypergradient, or the refusal if the method was free to refuse."""
+    """The hypergradient, or the refusal if the method was allowed to refuse."""
     (problem, lam, task), settings = case.arguments(steps)
     # Copies, so that a method that changes its arguments does not change the examples of others.
     given = trees.clone((lam, task))
@@ -135,7 +135,7 @@ def _check_answer(method: Method, case: BatteryCase, steps: int, result: Hypergr
         agree(result.grad, _partial(case, result.inner), SINGLE if example.single else EXACT, what)
         return
     other = Reverse() if type(method) is Unrolled else Unrolled()
-    claim = "exact" if method.exact else "close to ∇f_T" if steps == STEPS else "right where w has come to rest"
+    claim = "exact" if method.exact else "close to ∇f_T" if steps == STEPS else "right where w has converged"
     what = f"{method} should be {claim}, but with {case} it differs from {other}"
     agree(result.grad, exact_gradient(case, steps, other), allowed, what)
     if steps == STEPS and isinstance(case.dynamics, HeavyBall):
@@ -162,7 +162,13 @@ def _check_calls(method: Method, case: BatteryCase, allowed: float) -> None:
     both = hypergradient(problem, lam, [task, other], method=method, **settings)
     mean = trees.map(lambda a, b: (a + b) / 2, one.grad, two.grad)
     agree(both.grad, mean, allowed, f"{method}: the gradient of a list of tasks is not the mean of their gradients")
-    agree(both.value, (one.value + two.value) / 2, allowed, f"{method}: the value of a list of tasks is no mean", "f_T")
+    agree(
+        both.value,
+        (one.value + two.value) / 2,
+        allowed,
+        f"{method}: the value of a list of tasks is not their mean",
+        "f_T",
+    )
     assert len(both.inner) == 2, f"{method}: a list of tasks must give a list of w_T"
 
 
@@ -184,7 +190,7 @@ def _check_encode(method: Method, answered: Sequence[BatteryCase], allowed: floa
     found = hypergradient(problem, lam, task, method=method, **settings).grad
     assert calls == 1 or not method.outer_derivatives, f"{method} called encode {calls} times instead of once"
     written: Any = case.example.without_encode
-    # Written out, the inner objective is no longer the one that such a method is for.
+    # Without encode, the inner objective no longer has the structure that such a method is written for.
     other = method if method.structure is None else Unrolled()
     expected = hypergradient(written, lam, task, method=other, **settings).grad
     agree(found, expected, allowed, f"{method}: a problem with encode differs from the same problem without")
@@ -198,6 +204,6 @@ def _check_unused(method: Method, case: BatteryCase) -> None:
     except BilevelError as error:
         assert "unused" in str(error), f"{method} does not name the unused leaf: {error}"
     else:
-        raise AssertionError(f"{method} says nothing about a leaf of λ that reaches nothing")
+        raise AssertionError(f"{method} does not refuse a leaf of λ that reaches neither objective")
     grad = hypergradient(problem, lam, task, method=method, allow_unused=True, **settings).grad
     assert float(grad["unused"].abs().max()) == 0, f"{method} gives an unused leaf a gradient that is not exactly zero"

@@ -47,12 +47,12 @@ class BatteryCase:
         return f"{self.label} on the {self.example.name} problem"
 
     def process(self, steps: int) -> Process:
-        """The process that `hypergradient` would build, with the same memory of checks: they are made once."""
+        """The process that `hypergradient` would build, with the same memory, so that checks are made once."""
         (problem, lam, task), _ = self.arguments(steps)
         return Process(problem, lam, task, self.dynamics, steps, memory=memory_of(problem))
 
     def arguments(self, steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `hypergradient` and `value_of` take."""
+        """The arguments for `hypergradient` and `value_of`."""
         example = self.example
         return (example.problem, example.lam, example.task), {"dynamics": self.dynamics, "steps": steps}
 
@@ -127,9 +127,9 @@ def exact_gradient(case: BatteryCase, steps: int, method: Method) -> Tree:
 
 @functools.cache
 def at_rest(case: BatteryCase, tolerance: float) -> bool:
-    """Whether w has stopped moving after LIMIT steps, to a thousandth of the tolerance."""
+    """Whether w has converged after LIMIT steps, to a thousandth of the tolerance."""
     bound, quarter = case.process(LIMIT).bound, LIMIT // 4
-    # A dynamics that stops rests where its tolerance decides.
+    # A dynamics that stops ends at a point that depends on its tolerance.
     if callable(case.example.task.train) or bound.dynamics.stops:
         return False
     with torch.no_grad():
@@ -139,7 +139,7 @@ def at_rest(case: BatteryCase, tolerance: float) -> bool:
             for t in range(first, first + quarter):
                 state = bound.step(state, t)
             moved.append(float(trees.norm(trees.subtract(state[0], before)) / trees.norm(state[0])))
-            # If w still moves by a hundredth half way, it will not be at rest at the end.
+            # If w still moves by a hundredth half way, it will not have converged at the end.
             if first > quarter and moved[-1] > 1e-2:
                 return False
     return moved[-1] <= 1e-3 * tolerance

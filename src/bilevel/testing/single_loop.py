@@ -1,4 +1,4 @@
-"""What every single-loop algorithm must satisfy, ours and yours, on a finite sum of quadratics with a known answer."""
+"""The battery for single-loop algorithms, on a finite sum of quadratics with a known solution."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from bilevel.problem import Problem, Task
 from bilevel.tasks.fixed_batches import FixedBatches
 from bilevel.trees import Tree
 
-# An algorithm comes this close to the solution, relative to its norm, in so many iterations; the mean of the second
-# half of the iterates does, where sampling noise remains.
+# (distance, iterations): how close to the solution, relative to its norm, an algorithm comes in how many iterations.
+# Where sampling noise remains, the mean over the second half of the iterates is compared.
 NOISY, REDUCED = (0.1, 200), (1e-8, 500)
 # Iterations whose draws have more outcomes than this are not enumerated.
 MOST_OUTCOMES = 24
@@ -45,7 +45,7 @@ class FiniteSum:
     def drawn(cls, count: int, noise: float, seed: int = 0) -> FiniteSum:
         generator = torch.Generator().manual_seed(seed)
 
-        def around(mean: Tensor, symmetric: bool = False) -> Tensor:
+        def noisy(mean: Tensor, symmetric: bool = False) -> Tensor:
             parts = noise * torch.randn(count, *mean.shape, generator=generator, dtype=torch.float64)
             parts = (parts + parts.transpose(1, 2)) / 2 if symmetric else parts
             return mean + parts - parts.mean(0)
@@ -54,10 +54,10 @@ class FiniteSum:
             return torch.randn(size, generator=generator, dtype=torch.float64)
 
         curvatures = torch.tensor([1.0, 1.3, 1.6], dtype=torch.float64)
-        A, F = around(curvatures.diag(), True), around(curvatures.flip(0).diag(), True)
-        G = around(torch.eye(2, dtype=torch.float64), True)
-        C = around(0.7 * torch.randn(2, 3, generator=generator, dtype=torch.float64))
-        return cls((A, C, around(vector(3))), (F, G, around(vector(3)), around(vector(2))))
+        A, F = noisy(curvatures.diag(), True), noisy(curvatures.flip(0).diag(), True)
+        G = noisy(torch.eye(2, dtype=torch.float64), True)
+        C = noisy(0.7 * torch.randn(2, 3, generator=generator, dtype=torch.float64))
+        return cls((A, C, noisy(vector(3))), (F, G, noisy(vector(3)), noisy(vector(2))))
 
     @property
     def problem(self) -> Problem:
@@ -83,12 +83,13 @@ class FiniteSum:
 
 
 def check_single_loop(algorithm: SingleLoop) -> None:
-    """It converges, its directions are unbiased, and it keeps its promises to the loop; else an `AssertionError`.
+    """Check that an algorithm converges, is unbiased and obeys the loop; raise an `AssertionError` that says what is
+    wrong.
 
     It comes close to the known solution: to 1e-8 if it reduces variance, within a tenth otherwise. Averaged over all
-    draws, two iterations are two iterations on the whole data, unless it says that it is biased; all draws are
-    enumerated, where there are few. Every λ
-    lies in the constraint. It stops when the loop ends. It resumes from a saved state with the same numbers.
+    draws, which are enumerated if there are few, two iterations equal two iterations on the whole data, unless the
+    algorithm declares that it is biased. Every λ lies in the constraint. It stops when the loop ends. It resumes from a
+    saved state with the same numbers.
     """
     data, lam = FiniteSum.drawn(8, 0.1), {"x": torch.ones(2, dtype=torch.float64)}
     # The truncation of a series is a bias of its own, so only instances that choose its length must converge.
@@ -105,8 +106,8 @@ def check_single_loop(algorithm: SingleLoop) -> None:
             callbacks=[lambda here: passed.append(here.lam["x"])],
         )
         reached = found.outer["x"] if algorithm.variance_reduced else torch.stack(passed[iterations // 2 :]).mean(0)
-        away = float((reached - data.solution).norm() / data.solution.norm())
-        assert away < close, f"{algorithm} did not minimise a quadratic: λ is {away:.3g} away, not {close:g}."
+        distance = float((reached - data.solution).norm() / data.solution.norm())
+        assert distance < close, f"{algorithm} did not minimise a quadratic: λ is {distance:.3g} away, not {close:g}."
     if algorithm.unbiased and can_enumerate(algorithm):
         check_unbiased(algorithm)
 
@@ -120,9 +121,9 @@ def check_single_loop(algorithm: SingleLoop) -> None:
     stopped = solve(data.problem, lam, data.task, iterations=20, callbacks=[lambda here: here.k == 2], **settings)
     assert len(stopped.history["value"]) == 3, f"{algorithm} went on after a callback ended the loop"
 
-    whole, states = _asked_about(algorithm, data, lam, None, 7)
-    resumed, _ = _asked_about(algorithm, data, lam, states[4], 3)
-    assert all(map(torch.equal, whole[4:], resumed)), f"{algorithm} went on from a saved state with other numbers"
+    whole, states = _evaluated(algorithm, data, lam, None, 7)
+    resumed, _ = _evaluated(algorithm, data, lam, states[4], 3)
+    assert all(map(torch.equal, whole[4:], resumed)), f"{algorithm} resumed from a saved state with other numbers"
 
 
 def check_unbiased(algorithm: SingleLoop) -> None:
@@ -132,15 +133,15 @@ def check_unbiased(algorithm: SingleLoop) -> None:
     """
     mean, exact = _two_iterations(algorithm, 1), _two_iterations(algorithm, 2)
     for name in ("w", "v", "lam"):
-        away = float((getattr(mean, name) - getattr(exact, name)).abs().max())
-        assert away < 1e-10, (
-            f"{algorithm} is biased: averaged over all draws of two iterations, {name} is {away:.3g} away from two "
+        distance = float((getattr(mean, name) - getattr(exact, name)).abs().max())
+        assert distance < 1e-10, (
+            f"{algorithm} is biased: averaged over all draws of two iterations, {name} is {distance:.3g} away from two "
             "iterations on the whole data. Does it use a batch twice in one product?"
         )
 
 
 def can_enumerate(algorithm: SingleLoop) -> bool:
-    """Whether an iteration has few enough draws to try all of their outcomes."""
+    """Whether the draws of an iteration have so few outcomes that all can be tried."""
     setting = _Setting.of(algorithm, 1)
     found = setting.outcomes(setting.point, setting.memory, 1)
     return sum(1 for _ in zip(found, range(MOST_OUTCOMES + 1), strict=False)) <= MOST_OUTCOMES
@@ -149,10 +150,10 @@ def can_enumerate(algorithm: SingleLoop) -> bool:
 def _two_iterations(algorithm: SingleLoop, size: int) -> Triple:
     """The mean of the point after two iterations over all draws of batches of this size."""
     setting, total = _Setting.of(algorithm, size), Triple(*[torch.zeros((), dtype=torch.float64)] * 3)
-    for chance, first in setting.outcomes(setting.point, setting.memory, 0):
+    for probability, first in setting.outcomes(setting.point, setting.memory, 0):
         for share, second in setting.outcomes(first.point, first.memory, 1):
             point = second.point
-            total = total + Triple(*(chance * share * x for x in (point.w, point.v, point.lam)))
+            total = total + Triple(*(probability * share * x for x in (point.w, point.v, point.lam)))
     return total
 
 
@@ -187,8 +188,8 @@ class _Setting:
             # A copy for each outcome, because a table may be filled in place.
             copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in memory.items()}
             move = self.algorithm.step(self.at, point, copied, draw, self.rates)
-            yield draw.chance, move
-            given = _following([*given, *[0] * (len(draw.options) - len(given))], draw.options)
+            yield draw.probability, move
+            given = _next_outcome([*given, *[0] * (len(draw.options) - len(given))], draw.options)
 
 
 @dataclass
@@ -199,12 +200,12 @@ class _Chosen(Draws):
 
     def __post_init__(self) -> None:
         self.options: list[int] = []
-        self.chance = 1.0
+        self.probability = 1.0
 
     def _next(self, options: int) -> int:
         place = len(self.options)
         self.options.append(options)
-        self.chance /= options
+        self.probability /= options
         return self.given[place] if place < len(self.given) else 0
 
     def inner(self) -> Tree:
@@ -223,7 +224,7 @@ class _Chosen(Draws):
         return self._next(below)
 
 
-def _following(given: list[int], options: list[int]) -> tuple[int, ...] | None:
+def _next_outcome(given: list[int], options: list[int]) -> tuple[int, ...] | None:
     """The next outcome in the order of an odometer; None after the last."""
     for place in reversed(range(len(given))):
         if given[place] + 1 < options[place]:
@@ -231,16 +232,16 @@ def _following(given: list[int], options: list[int]) -> tuple[int, ...] | None:
     return None
 
 
-def _asked_about(
+def _evaluated(
     algorithm: SingleLoop, data: FiniteSum, lam: Tree, saved: Tree | None, count: int
 ) -> tuple[list[Tensor], list[Tree]]:
     """The first `count` values of λ, from a saved state if there is one, and the states."""
-    asked, states, kept = list[Tensor](), list[Tree](), list[Callable[[], Tree]]()
+    points, states, kept = list[Tensor](), list[Tree](), list[Callable[[], Tree]]()
 
     def report(lam: Tree, result: Hypergradient, norm: float) -> None:
-        if len(asked) == count:
+        if len(points) == count:
             raise LoopEnded(Outcome("finished", "Enough."))
-        asked.append(lam["x"].clone())
+        points.append(lam["x"].clone())
         # Through bytes, as in a checkpoint.
         file = io.BytesIO()
         torch.save(kept[0](), file)
@@ -251,7 +252,7 @@ def _asked_about(
     outer = OuterProblem(trees.clone(lam), None, _unused, _unused, saved, kept.append)
     with contextlib.suppress(LoopEnded):
         algorithm.minimise(replace(outer, task=data.task, process=evaluator.process, report=report))
-    return asked, states
+    return points, states
 
 
 def _unused(lam: Tree) -> Hypergradient:

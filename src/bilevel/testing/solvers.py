@@ -28,9 +28,9 @@ def check_solver(solver: LinearSolver) -> None:
     agree(cold.x, exact, 1e-8, f"{solver} is wrong on a positive definite system", "x")
     assert cold.converged, f"{solver} solved a positive definite system and reports that it did not converge"
     warm = _solve(solver, positive, b, exact, symmetric=True)
-    agree(warm.x, exact, 1e-8, f"{solver} leaves a warm start at the solution", "x")
+    agree(warm.x, exact, 1e-8, f"{solver} moves away from a warm start at the solution", "x")
     assert warm.products <= cold.products + 2, (
-        f"{solver} spends {warm.products} products from the solution and {cold.products} from nowhere"
+        f"{solver} spends {warm.products} products from a start at the solution, and {cold.products} from zero"
     )
     far = _solve(solver, positive, b, exact + 1, symmetric=True)
     agree(far.x, exact, 1e-8, f"{solver} is wrong from a warm start that is not the solution", "x")
