@@ -8,7 +8,7 @@ Kind = Literal["finished", "converged", "stopped early", "interrupted", "diverge
 
 
 class BilevelError(ValueError):
-    """What was asked cannot work. The message says what was passed, why it fails and what to write instead."""
+    """The request cannot work. The message says what was passed, why it fails and what to write instead."""
 
 
 class DivergenceError(BilevelError):

@@ -36,7 +36,7 @@ class Solution:
         value: f_T at that λ.
         history: plain arrays with one entry per hyperiteration: "value", "gradient_norm", "seconds" since the start.
         outcome: a sentence that says how it ended; `outcome.kind` is a word for programs.
-        stats: what the last hypergradient cost.
+        stats: the cost of the last hypergradient.
     """
 
     outer: Tree

@@ -121,7 +121,7 @@ def all_finite(tree: Tree) -> bool:
 
 
 def to_vector(parts: Sequence[Tensor]) -> Tensor:
-    """One long vector, for the linear solvers."""
+    """All parts as one long vector."""
     return parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
 
 

@@ -38,7 +38,7 @@ DELAY = 100
 
 
 class Move(NamedTuple):
-    """One iteration: E and the directions at the old point, the new point, and what the algorithm remembers."""
+    """One iteration: E and the directions at the old point, the new point, and the algorithm's memory."""
 
     value: Tensor
     direction: Triple
@@ -107,7 +107,7 @@ class SingleLoop(Algorithm):
         """One iteration. It changes neither the point nor the memory that it is given: the loop may save both."""
 
     def begin(self, at: Derivatives, point: Triple, train: BatchSource, val: BatchSource) -> Memory:
-        """What the algorithm remembers before the first iteration."""
+        """The algorithm's memory before the first iteration."""
         return {}
 
     def draws(self, terms: int) -> tuple[int, int]:

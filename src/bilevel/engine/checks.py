@@ -162,7 +162,7 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         memory.replaces_operations = True
         process.bound = process.bind(process.variables)
     check_purity(process, state)
-    # A method that evaluates f_T alone finds out by itself which leaves of λ matter.
+    # A method that uses only values of f_T has its own test of which leaves of λ matter.
     if not value_only and method.outer_derivatives:
         _check_reach(process, method, state)
         _check_derivatives(process, method, state, after)

@@ -149,7 +149,7 @@ def _call_inductor(traced: Any, samples: list[Tensor]) -> Callable[[list[Tensor]
     pure = make_fx(torch.func.functionalize(traced), table, tracing_mode="fake")(*samples)
     pure.graph.eliminate_dead_code()
     mode = FakeTensorMode()
-    # On a CPU the calls of small matrix products come from C++ too.
+    # On a CPU, small matrix products are called from C++ too.
     cpu = all(x.device.type == "cpu" for x in samples)
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(cpp_wrapper=cpu):
         compiled: Any = compile_fx_inner(pure, [mode.from_tensor(x) for x in samples], cpp_wrapper=cpu)

@@ -28,7 +28,7 @@ EVERYTHING: frozenset[Part] = frozenset(
 
 @dataclass(frozen=True)
 class Stats:
-    """What a hypergradient cost.
+    """The cost of a hypergradient, and how it was computed.
 
     Attributes:
         method: its name.
@@ -66,7 +66,7 @@ class Hypergradient:
         value: f_T(λ), a scalar tensor without a graph.
         grad: ∇f_T(λ), a tree like λ.
         inner: w_T, or a list of them when a list of tasks was passed.
-        stats: what it cost.
+        stats: its cost.
         state: (w_T, auxiliary variables). An online run continues from it, from `t` and from `tangents`.
         adjoint: the solution of the linear system of an implicit method, with which the next one can start.
     """

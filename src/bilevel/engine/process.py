@@ -166,12 +166,12 @@ class Process:
             ) from error
 
     def encode_again(self) -> Tree:
-        """What `encode` returns when it is called once more."""
+        """The result of calling `encode` once more."""
         assert self.problem.encode is not None
         return self.problem.encode(self.lam_spec.unflatten(self.variables[: self.outer_count]), self.task)
 
     def reached_by_encoded(self, index: int) -> set[int]:
-        """Which leaves of λ the encoded variable `index` depends on."""
+        """The indices of the leaves of λ that the encoded variable `index` depends on."""
         return reached([self.encoded[index]], self.variables[: self.outer_count])
 
     def recorded_bytes(self, state: State) -> int:

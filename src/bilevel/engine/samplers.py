@@ -43,7 +43,7 @@ def check_sampler(process: Process) -> None:
     if id(sampler) in known and known[id(sampler)]() is sampler:
         return
     first, last = process.times[0], process.times[-1]
-    # An odd and an even number of calls apart, so that a sampler that alternates between two batches is refused too.
+    # Two and three calls after the first one, so that a sampler that alternates between two batches is refused too.
     one, _, again, once_more = (call_user("task.train", task.batch, t) for t in (first, last, first, first))
     check_task(Task(one, task.val))
     if not (same(one, again) and same(one, once_more)):

@@ -115,7 +115,7 @@ class ZeroOrder(Method):
         )
 
     def _radius(self, lam: _LamVector) -> float:
-        """How far λ is moved."""
+        """The length of a move of λ: σ √d."""
         root = lam.point.numel() ** 0.5
         return self.sigma * root if self.sigma is not None else lam.width * (1 + float(lam.point.norm()) / root)
 

@@ -79,7 +79,7 @@ def agree(found: Tree, expected: Tree, tolerance: float, what: str, name: str = 
 
 
 def _likeness(found: Tensor, expected: Tensor) -> str:
-    """How a wrong gradient is related to the right one: zero, the opposite sign, or a multiple; else nothing."""
+    """How a wrong gradient is related to the right one: zero, the opposite sign or a multiple; an empty text if not."""
     if not float(expected.norm()) > 0:
         return "; it should be zero"
     if not float(found.norm()) > 0:
