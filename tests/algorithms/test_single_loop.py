@@ -259,7 +259,7 @@ def test_what_an_algorithm_lacks_is_said_before_work_begins():
     refused(bl.SOBA(), "takes inner steps of its own, so steps=3", steps=3)
     refused(bl.SOBA(), "would be random", tol=1e-3)
     refused(bl.SABA(), "would be random", patience=3)
-    refused(bl.SOBA(), "one w along", task=[data.task, data.task])
+    refused(bl.SOBA(), "updates one w", task=[data.task, data.task])
     refused(bl.SOBA(), "iterator", task=iter([data.task]))
     refused(bl.Descent(), r"pass dynamics=…", task=data.task)
 

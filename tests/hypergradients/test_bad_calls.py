@@ -104,5 +104,5 @@ class TestOtherThings:
             ask(task=bl.Task(lambda t: (x[3 * t - 3 : 3 * t], y[3 * t - 3 : 3 * t]), data(4)), steps=4)
 
     def test_a_learned_start_that_a_warm_start_ignores(self):
-        with refused("the start", "start cold"):
+        with refused("the start", "cold start"):
             ask(learned_start(), torch.zeros(3), start=torch.ones(3))
