@@ -57,7 +57,7 @@ def test_dropout_that_is_switched_on_later(condition):
     method = bl.Implicit(condition=condition)
     bl.hypergradient(switched, LAM, TASK, method=method, **settings)
     layer.train()
-    with pytest.raises(bl.BilevelError, match="another|different"):
+    with pytest.raises(bl.BilevelError, match=r"another|different"):
         bl.hypergradient(switched, LAM, TASK, method=method, **settings)
 
 
