@@ -16,8 +16,8 @@ Mode = Literal["episode", "support", "running"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 MEANING = {
     "episode": "each set by its own statistics, so queries are classified together (transductive)",
-    "support": "the query set by the support set's statistics, so each query stands for itself",
-    "running": "by averages kept in training, so every image stands for itself",
+    "support": "the query set by the support set's statistics, so each query is classified independently",
+    "running": "by averages kept in training, so every image is classified independently",
 }
 
 Statistics = tuple[Tensor, Tensor]
