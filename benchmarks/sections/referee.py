@@ -2,7 +2,7 @@
 
 As a program: `python -m sections.referee logistic-0 cleaning-0 …` measures parts (a problem and a seed), which the
 next `python run.py --only referee` at the same commit takes over instead of measuring them again. It reads the
-checkout's path from REFEREE_CHECKOUT.
+checkout's path from REFEREE_CHECKOUT. With REFEREE_KEPT=1 that run measures no other parts: it shows what there is.
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class Contest:
         path, commit = FOLDER / "referee_parts" / f"{problem}-{seed}.jsonl", machine()["commit"]
         kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         runs = [line["run"] for line in kept if line["commit"] == commit]
+        if os.environ.get("REFEREE_KEPT"):
+            return runs
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             for run in self.measured(problem, seed, {run["solver"] for run in runs}):

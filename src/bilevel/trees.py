@@ -53,6 +53,10 @@ class _IgnoredSettings(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _IgnoredSettings)
 
+    def __ne__(self, other: object) -> bool:
+        # A dict has one of its own, which compares the settings.
+        return not self == other
+
     def __hash__(self) -> int:  # type: ignore[override]
         return 0
 

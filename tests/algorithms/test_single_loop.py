@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bilevel as bl
-from bilevel import algorithms
+from bilevel import algorithms, trees
 from bilevel.algorithms.single_loop import Move
 from bilevel.algorithms.step_sizes import neumann_terms
 from bilevel.engine.oracles import Triple
@@ -394,3 +394,15 @@ def test_a_run_resumes_from_its_checkpoint(algorithm, tmp_path):
 def test_compiled_derivatives_give_the_same_run():
     eager, fast = (run(bl.SOBA(**FIXED, compiled=compiled), iterations=10) for compiled in (False, True))
     assert torch.allclose(eager.outer["x"], fast.outer["x"], rtol=1e-10)
+
+
+def test_a_process_gathers_its_own_parts_of_a_batch_only():
+    data = torch.arange(24.0).reshape(12, 2)
+    sampler = bl.shards(bl.Minibatches(data, 8), 4)
+    gathered, batch = [], sampler(3)
+    make = batch.make
+    lazy = replace(batch, make=lambda i: gathered.append(i) or make(i))
+    assert torch.equal(lazy[2], bl.Minibatches(data, 8)(3)[4:6]) and gathered == [2]
+    assert torch.equal(torch.cat(lazy.parts), bl.Minibatches(data, 8)(3))
+    doubled = trees.map(lambda x: 2 * x, sampler(3))
+    assert torch.equal(doubled[1], 2 * batch[1]) and trees.flatten(doubled)[1] == trees.flatten(sampler(4))[1]

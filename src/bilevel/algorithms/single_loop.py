@@ -26,7 +26,7 @@ from bilevel.errors import BilevelError, BilevelWarning, DivergenceError, Outcom
 from bilevel.methods.f2sa import F2SA
 from bilevel.methods.implicit.method import Implicit
 from bilevel.problem import Task
-from bilevel.tasks.shards import parts_of
+from bilevel.tasks.shards import number_of_parts, part
 from bilevel.trees import Tree
 
 Memory = dict[str, Any]
@@ -171,9 +171,9 @@ class _Run:
             check_draws(name, source.given, source.count)
         lam = outer.lam if outer.saved is None else outer.saved["example"]
         # An example for the checks: the first shard of a batch that is cut into shards.
-        first = [parts_of(source(1)) for source in (train, val)]
-        _warn_of_idle_processes(algorithm, min(map(len, first)))
-        process = outer.process(lam, Task(first[0][0], first[1][0]))
+        first = [source(1) for source in (train, val)]
+        _warn_of_idle_processes(algorithm, min(map(number_of_parts, first)))
+        process = outer.process(lam, Task(*(part(batch, 0) for batch in first)))
         _check(algorithm, process)
         kind = Derivatives if algorithm.second_derivatives else FirstDerivatives
         at = kind(process, algorithm.compiled)

@@ -13,7 +13,7 @@ from bilevel import trees
 from bilevel.distributed import current_world
 from bilevel.engine.kernels import Kernel, compile_function, form_of
 from bilevel.engine.process import Process
-from bilevel.tasks.shards import Shards, parts_of
+from bilevel.tasks.shards import Shards, number_of_parts, part
 from bilevel.trees import Spec, Tree
 
 # What each function of `Derivatives` returns: a number (1), and vectors like w or λ.
@@ -123,12 +123,12 @@ class Derivatives:
 
     def directions(self, at: Triple, train: Tree, val: Tree) -> tuple[Tensor, Triple]:
         """E, and (∇_w L, ∇²_w L v + ∇_w E, ∇²_{λw} L v + ∇_λ E), which vanish together where λ is stationary."""
-        left, right = parts_of(train), parts_of(val)
-        if len(left) != len(right):
+        count = number_of_parts(train)
+        if count != number_of_parts(val):
             slope, hessian, cross = self.products(at.w, at.lam, at.v, train)
             value, outer_w, outer_lam = self.outer(at.w, at.lam, val)
             return value, Triple(slope, hessian + outer_w, cross + outer_lam)
-        both = Shards(list(zip(left, right, strict=True))) if len(left) > 1 else (left[0], right[0])
+        both = Shards(count, lambda i: (part(train, i), part(val, i))) if count > 1 else (part(train, 0), part(val, 0))
         value, w, v, lam = self._call(self._directions, [at.w, at.lam, at.v], both)
         return value, Triple(w, v, lam)
 
@@ -177,7 +177,7 @@ class Derivatives:
 
     def _call(self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], batch: Tree) -> list[Tensor]:
         if isinstance(batch, Shards):
-            return self._mean(function, vectors, batch.parts)
+            return self._mean(function, vectors, batch)
         if not self.compiled:
             return function(*vectors, batch)
         leaves, spec = trees.flatten(batch)
@@ -196,9 +196,7 @@ class Derivatives:
             self.kernels[key] = compile_function(flat, [*vectors, *data])
         return self.kernels[key](*vectors, *data)
 
-    def _mean(
-        self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], parts: Sequence[Tree]
-    ) -> list[Tensor]:
+    def _mean(self, function: Callable[..., list[Tensor]], vectors: Sequence[Tensor], parts: Shards) -> list[Tensor]:
         """The mean over the parts of a batch, which are divided among the processes.
 
         It is the same, bit for bit, for any number of processes.
@@ -209,11 +207,11 @@ class Derivatives:
         world = current_world()
         mine = (
             torch.cat([x.reshape(-1) for x in self._call(function, vectors, parts[i])])
-            for i in world.share(range(len(parts)))
+            for i in world.share(range(parts.count))
         )
-        for row in world.gather(mine, len(parts), total):
+        for row in world.gather(mine, parts.count, total):
             total = total + row
-        split = torch.split(total / len(parts), [len(like[kind]) for kind in kinds])
+        split = torch.split(total / parts.count, [len(like[kind]) for kind in kinds])
         return [x.reshape(()) if kind == "1" else x.to(like[kind].dtype) for kind, x in zip(kinds, split, strict=True)]
 
 

@@ -33,6 +33,14 @@ class Minibatches:
     seed: int = 0
 
     def __call__(self, t: int) -> Tree:
+        return self.take(self.rows(t))
+
+    def take(self, rows: torch.Tensor) -> Tree:
+        """The examples with these numbers."""
+        return trees.map(lambda leaf: leaf[rows.to(leaf.device)], self.data)
+
+    def rows(self, t: int) -> torch.Tensor:
+        """The numbers of the examples in the batch of step t."""
         count = len(trees.tensors(self.data)[0])
         if not 1 <= self.size <= count:
             raise BilevelError(
@@ -43,7 +51,7 @@ class Minibatches:
         order = self._order(epoch, count)[offset : offset + self.size]
         if len(order) < self.size:
             order = torch.cat([order, self._order(epoch + 1, count)[: self.size - len(order)]])
-        return trees.map(lambda leaf: leaf[order.to(leaf.device)], self.data)
+        return order
 
     def _order(self, epoch: int, count: int) -> torch.Tensor:
         # The factor keeps the seeds of one run's epochs apart from those of runs with other seeds.

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.tasks.holdout import number_of_examples
+from bilevel.tasks.minibatches import Minibatches
 from bilevel.trees import Tree
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A batch in parts of equal size. An objective on it is the mean over the parts."""
+    """A batch in parts of equal size. An objective on it is the mean over the parts.
 
-    parts: list[Tree]
+    A part is made when it is first asked for: a process that computes some of the parts does not gather the others.
+
+    Args:
+        count: of parts.
+        make: part i = 0, 1, …, count − 1.
+    """
+
+    count: int
+    make: Callable[[int], Tree]
+
+    def __getitem__(self, index: int) -> Tree:
+        # A tree that was mapped holds the parts themselves.
+        return self.parts[index] if "parts" in vars(self) else self.make(index)
+
+    @cached_property
+    def parts(self) -> list[Tree]:
+        """All of them."""
+        return [self.make(index) for index in range(self.count)]
 
 
 trees.register(Shards, ["parts"])
@@ -29,7 +49,10 @@ class ShardedSampler:
     count: int
 
     def __call__(self, t: int) -> Shards:
-        return cut(self.source(t), self.count)
+        if not isinstance(self.source, Minibatches):
+            return cut(self.source(t), self.count)
+        rows, take, size = self.source.rows(t), self.source.take, _size(self.source.size, self.count)
+        return Shards(self.count, cache(lambda index: take(rows[index * size : (index + 1) * size])))
 
     def __getitem__(self, index: int) -> Shards:
         return cut(self.source[index], self.count)
@@ -60,16 +83,25 @@ def shards(source: Any, count: int) -> Shards | ShardedSampler:
 
 
 def cut(batch: Tree, count: int) -> Shards:
-    examples = number_of_examples(batch)
+    size = _size(number_of_examples(batch), count)
+    return Shards(count, lambda i: trees.map(lambda leaf: leaf[i * size : (i + 1) * size], batch))
+
+
+def _size(examples: int, count: int) -> int:
+    """The number of examples in a part."""
     if examples % count:
         raise BilevelError(
             f"A batch of {examples} examples cannot be cut into {count} parts of equal size, and with others the mean "
             f"over the parts is not the mean over the batch. Pass a batch size that {count} divides."
         )
-    size = examples // count
-    return Shards([trees.map(lambda leaf, i=i: leaf[i * size : (i + 1) * size], batch) for i in range(count)])
+    return examples // count
 
 
-def parts_of(batch: Tree) -> list[Tree]:
-    """The parts of a batch; the batch itself where it is not cut."""
-    return batch.parts if isinstance(batch, Shards) else [batch]
+def number_of_parts(batch: Tree) -> int:
+    """1 where the batch is not cut."""
+    return batch.count if isinstance(batch, Shards) else 1
+
+
+def part(batch: Tree, index: int) -> Tree:
+    """A part of a batch; the batch itself where it is not cut."""
+    return batch[index] if isinstance(batch, Shards) else batch
