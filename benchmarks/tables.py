@@ -3,7 +3,7 @@
 Cross-validation on real tables that come with packages on PyPI. Settings were chosen on the tables of DEVELOPMENT in
 `table_sets.py`, and what is claimed is measured on those of CLAIM. The rivals are installed into an environment of
 their own. Every result is stored at once, so a run can be interrupted and continued; models that have changed are
-measured again with --again MODEL. Writes TABLES.md and tables.json.
+measured again with --again MODEL. Writes TABLES.md, tables.png and tables.json.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ def python_with_rivals() -> Path:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options], check=True)
     marker.write_text(wanted)
     return python
+
+
+# By table and model: the mean error, the median seconds, why it failed, the task and the size.
+Measured = dict[str, dict[str, dict[str, Any]]]
 
 
 class OverTime(Exception):
@@ -118,12 +122,12 @@ def stored(store: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
 
 
-def by_table(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+def by_table(rows: list[dict[str, Any]]) -> Measured:
     """The mean error and median seconds of every model by table; a model that failed counts as a constant."""
     gathered: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         gathered[row["table"]][row["model"]].append(row)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: Measured = {}
     for table, models in gathered.items():
         found[table] = {}
         for model, entries in models.items():
@@ -138,7 +142,7 @@ def by_table(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]
     return found
 
 
-def ranks(found: dict[str, dict[str, dict[str, Any]]], models: list[str]) -> dict[str, float]:
+def ranks(found: Measured, models: list[str]) -> dict[str, float]:
     """The mean rank of every model over the tables, 1 the best; equal errors share a rank."""
     from scipy.stats import rankdata
 
@@ -150,16 +154,22 @@ def markdown(rows: list[dict[str, Any]], which: str) -> str:
     return "\n".join(_lines(by_table(rows), which)) + "\n"
 
 
-def _lines(found: dict[str, dict[str, dict[str, Any]]], which: str) -> Iterator[str]:
+def _lines(found: Measured, which: str) -> Iterator[str]:
     default, ours, constant = "BilevelAdditive", "Bilevel", "constant"
     yield "# Models of tables\n"
+    command = f"python benchmarks/tables.py{'' if which == 'claim' else ' --set development'}"
     yield (
-        f"{FOLDS}-fold cross-validation on the tables of the {which} set (`benchmarks/table_sets.py`). An error is\n"
-        "the mean squared error over that of the training rows' mean, or the log loss over that of the classes'\n"
-        "frequencies: 1 is a constant. Rivals have default settings; pyGAM searches its grid. A model that fails or\n"
-        "needs too long counts as a constant. Seconds of processor time of a fit, one thread, medians over tables.\n"
-        "Models that were not measured on every table are left out of the ranks."
+        f"{FOLDS}-fold cross-validation on the tables of the {which} set (`table_sets.py`), by `{command}`.\n"
+        "An error is the mean squared error over that of the training rows' mean, or the log loss over that of the\n"
+        "classes' frequencies: 1 is a constant. Rivals have default settings; pyGAM searches its grid. A model that\n"
+        "fails or needs too long counts as a constant. Seconds are processor time of a fit, one thread, medians over\n"
+        "tables. Models that were not measured on every table are left out of the ranks."
     )
+    if which == "claim":
+        from table_sets import DEVELOPMENT
+
+        names = ", ".join(table.source for table in DEVELOPMENT)
+        yield f"\nNo setting was chosen on these tables. Settings were chosen on: {names}."
     for task in ("regression", "classification"):
         tables = {name: one for name, one in found.items() if one[constant]["task"] == task}
         names = [set(one) for one in tables.values()]
@@ -182,6 +192,7 @@ def _lines(found: dict[str, dict[str, dict[str, Any]]], which: str) -> Iterator[
                 f"| {mark}{model}{mark} | {mean[model]:.2f} | {np.mean(errors):.3f} | "
                 f"{np.median(took) if took else float('nan'):.2f} | {failed or ''} |"
             )
+        yield from _against_each(tables, default)
         best = {name: min(rivals, key=lambda model, one=one: one[model]["error"]) for name, one in tables.items()}
         ratio = {name: one[default]["error"] / one[best[name]]["error"] for name, one in tables.items()}
         close = sum(value <= CLOSE for value in ratio.values())
@@ -195,7 +206,52 @@ def _lines(found: dict[str, dict[str, dict[str, Any]]], which: str) -> Iterator[
         yield from _linear(tables, task)
 
 
-def _linear(tables: dict[str, dict[str, dict[str, Any]]], task: str) -> Iterator[str]:
+def _against_each(tables: Measured, default: str) -> Iterator[str]:
+    """Our default model against every rival on the tables that both were measured on."""
+    yield "\n| our default against | tables | better by 2 % | worse by 2 % | mean of error / its | time / its, median |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    others = dict.fromkeys(model for one in tables.values() for model in one)
+    for model in (name for name in others if not name.startswith("Bilevel") and name != "constant"):
+        both = [one for one in tables.values() if model in one]
+        ratio = np.array([one[default]["error"] / one[model]["error"] for one in both])
+        times = [
+            one[default]["seconds"] / one[model]["seconds"]
+            for one in both
+            if one[default]["seconds"] and one[model]["seconds"]
+        ]
+        yield (
+            f"| {model} | {len(both)} | {(ratio < 1 / CLOSE).sum()} | {(ratio > CLOSE).sum()} | "
+            f"{np.exp(np.log(ratio).mean()):.3f} | {np.median(times) if times else float('nan'):.2f} |"
+        )
+
+
+def picture(found: Measured, path: Path) -> None:
+    """The error of every model over the least of all on each table: how often it is within a factor of the best."""
+    from bilevel.plotting import BLUE, titled
+    from bilevel.plotting import picture as drawn
+
+    tables = [one for one in found.values() if "BilevelAdditive" in one]
+    models = [m for m in dict.fromkeys(m for one in tables for m in one) if m != "constant"]
+    with drawn(path, width=11, height=4.6) as figure:
+        for place, task in enumerate(("regression", "classification")):
+            axes = figure.add_subplot(1, 2, place + 1)
+            some = [one for one in tables if one["BilevelAdditive"]["task"] == task]
+            for model in models:
+                if not some or not all(model in one for one in some):
+                    continue
+                least = [min(entry["error"] for entry in one.values()) for one in some]
+                ratio = np.sort([one[model]["error"] / low for one, low in zip(some, least, strict=True)])
+                ours = model == "BilevelAdditive"
+                style = {"color": BLUE, "linewidth": 3} if ours else {"linewidth": 1.3}
+                axes.step(
+                    [*ratio, 2.5], [*np.arange(1, len(ratio) + 1), len(ratio)], where="post", label=model, **style
+                )
+            axes.set_xlim(1, 2)
+            titled(axes, task.capitalize(), "error / least error of the table", "tables within that factor")
+            axes.legend(fontsize=7)
+
+
+def _linear(tables: Measured, task: str) -> Iterator[str]:
     """Our linear models against scikit-learn's."""
     pairs = [("BilevelLogisticRegression", "LogisticRegressionCV")]
     if task == "regression":
@@ -245,6 +301,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     name = "TABLES" if options.set == "claim" else "TABLES-development"
     (options.out / f"{name}.md").write_text(markdown(rows, options.set))
+    picture(by_table(rows), options.out / f"{name.lower()}.png")
     (options.out / f"{name.lower()}.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(markdown(rows, options.set))
 

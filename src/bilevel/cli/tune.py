@@ -107,7 +107,8 @@ def command(
     All models see the same rows, features and folds: ours, with penalties tuned by hypergradients, and RidgeCV,
     LassoCV, ElasticNetCV or LogisticRegressionCV, a random forest and gradient boosting. The model with the least error
     is recommended, also if it is not ours. DIR gets model.safetensors, for `bilevel predict DIR new.csv`, table.csv
-    with the coefficients and penalties, result.json, page.html and a picture. DATA is only read.
+    with the coefficients or terms and their penalties, result.json, page.html and a picture, with the curves of an
+    additive model. DATA is only read.
     """
     given = locals()
     from bilevel.cli import _tuning

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 # Effects whose curves are kept, the most important first, and points of each.
-MOST_EFFECTS, POINTS, PAIR_POINTS = 24, 60, 24
+MOST_EFFECTS, POINTS, PAIR_POINTS = 16, 60, 24
 
 
 def effect_rows(model: Any) -> list[dict[str, Any]]:
