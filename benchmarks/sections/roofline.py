@@ -154,10 +154,10 @@ def pass_of(
 
 def convolution_operations(conv: Any, height: int, width: int, *, first: bool) -> float:
     """Of an image: forwards, for the filters, and for the image unless it is the first layer's."""
-    from bilevel.models._strided import meetings
+    from bilevel.models._strided import row_overlaps
 
     settings = conv.kernel_size[0], conv.stride[0], conv.padding[0]
-    rows, columns = (sum(meeting.count for meeting in meetings(n, *settings)) for n in (height, width))
+    rows, columns = (sum(overlap.count for overlap in row_overlaps(n, *settings)) for n in (height, width))
     return (2 if first else 3) * 2.0 * rows * columns * conv.in_channels * conv.out_channels
 
 

@@ -146,9 +146,9 @@ def test_any_shape(shape, kind):
     [
         ({"kind": "sketch"}, "write one of drawing, gray-drawing, photograph"),
         ({"channels": 2}, "gray .1. and colour .3. can be read"),
-        ({"height": -28}, "is no size of a picture"),
-        ({"width": True}, "is no size of a picture"),
-        ({"colour": 1}, "as another version does: colour"),
+        ({"height": -28}, "is not a picture size"),
+        ({"width": True}, "is not a picture size"),
+        ({"colour": 1}, "that this version does not know: colour"),
     ],
 )
 def test_a_card_that_makes_no_sense(values, message):
@@ -181,7 +181,7 @@ def test_folders_of_splits(tmp_path):
 def test_unreadable_pictures_are_left_out_and_listed_unless_strict(tmp_path):
     folders(tmp_path / "own", "a", "b", count=3)
     (tmp_path / "own" / "a" / "1.png").write_bytes(b"no picture")
-    with pytest.raises(BilevelError, match=r"1\.png cannot be read: it is no picture of a known kind"):
+    with pytest.raises(BilevelError, match=r"1\.png cannot be read: it is not a picture of a known format"):
         load(tmp_path / "own", size=28)
     for _ in range(2):  # decoded, and from the cache
         if _ == 0:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.learners.representation import Representation
-from bilevel.models import _twice
+from bilevel.models import _second_derivatives
 from bilevel.models._networks import networks, stacked
 from bilevel.models.batch_norm import converted
 
@@ -24,9 +24,9 @@ def double_precision():
     torch.set_default_dtype(before)
 
 
-@pytest.fixture(params=[_twice.PATCH_BYTES, 0], ids=["products with patches", "torch's convolutions"])
+@pytest.fixture(params=[_second_derivatives.PATCH_BYTES, 0], ids=["products with patches", "torch's convolutions"])
 def _patch_bytes(request, monkeypatch):
-    monkeypatch.setattr(_twice, "PATCH_BYTES", request.param)
+    monkeypatch.setattr(_second_derivatives, "PATCH_BYTES", request.param)
 
 
 def module() -> nn.Module:

@@ -72,7 +72,9 @@ def _list(where: Path) -> None:
     for name, kind in find().items():
         rows.append((name, _state(kind, where), (sys.modules[kind.__module__].__doc__ or "").partition("\n")[0]))
     columns(rows)
-    typer.echo(f"\nLooked in {places.say(where)}.\nDecoded images are kept in {places.cache_root()} (BILEVEL_CACHE).")
+    typer.echo(
+        f"\nLooked in {places.describe(where)}.\nDecoded images are kept in {places.cache_root()} (BILEVEL_CACHE)."
+    )
 
 
 def _state(kind: type[Source], where: Path) -> str:

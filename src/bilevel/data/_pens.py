@@ -28,8 +28,8 @@ class Dice:
         raw = self._bits.random_raw(int(np.prod(shape, dtype=np.int64)))
         return low + (high - low) * ((np.asarray(raw, np.uint64) >> np.uint64(11)) * 2.0**-53).reshape(shape)
 
-    def bell(self, deviation: float, *shape: int) -> NDArray[np.float64]:
-        """Nearly normal, never beyond 3.5 deviations: the sum of four uniform numbers."""
+    def nearly_normal(self, deviation: float, *shape: int) -> NDArray[np.float64]:
+        """Sums of four uniform numbers, which are nearly normal and never beyond 3.5 deviations."""
         return self.uniform(-1.0, 1.0, 4, *shape).sum(0) * (deviation * (3.0 / 4.0) ** 0.5)
 
 
@@ -37,12 +37,12 @@ Drawer = dict[str, float]
 
 
 def drawers(seed: int, count: int) -> list[Drawer]:
-    """The habits of so many drawers."""
+    """The habits of `count` drawers."""
     dice = Dice(seed, 0)
     habits = {
-        "turn": dice.bell(0.05, count),
-        "slant": dice.bell(0.14, count) + 0.06,
-        "stretch": dice.bell(0.10, count),
+        "turn": dice.nearly_normal(0.05, count),
+        "slant": dice.nearly_normal(0.14, count) + 0.06,
+        "stretch": dice.nearly_normal(0.10, count),
         "size": dice.uniform(17.5, 22.0, count),
         "bend": dice.uniform(0.020, 0.045, count),
         "tremor": dice.uniform(0.003, 0.011, count),
@@ -96,16 +96,16 @@ def _hand(points: NDArray[np.float64], strokes: NDArray[np.int64], drawer: Drawe
     sizes = np.bincount(strokes, minlength=count)
     middle = np.stack([np.bincount(strokes, points[:, axis], count) for axis in (0, 1)], 1) / sizes[:, None]
     loose = drawer["looseness"]
-    offset, length = dice.bell(loose, count, 2), 1 + dice.bell(2 * loose, count, 1)
+    offset, length = dice.nearly_normal(loose, count, 2), 1 + dice.nearly_normal(2 * loose, count, 1)
     whole = (sizes > 6)[:, None]
     offset, length = np.where(whole, offset, 0.3 * offset), np.where(whole, length, 1.0)
     points = middle[strokes] + (points - middle[strokes]) * length[strokes] + offset[strokes]
     points = points + _waves(points, drawer["bend"], 0.25, 0.75, dice)
     points = points + _waves(points, drawer["tremor"], 1.5, 3.0, dice)
-    turn = drawer["turn"] + float(dice.bell(0.06, 1)[0])
-    slant = drawer["slant"] + float(dice.bell(0.05, 1)[0])
-    wide = float(np.exp(drawer["stretch"] + dice.bell(0.06, 1)[0]))
-    size = drawer["size"] * (1 + float(dice.bell(0.05, 1)[0]))
+    turn = drawer["turn"] + float(dice.nearly_normal(0.06, 1)[0])
+    slant = drawer["slant"] + float(dice.nearly_normal(0.05, 1)[0])
+    wide = float(np.exp(drawer["stretch"] + dice.nearly_normal(0.06, 1)[0]))
+    size = drawer["size"] * (1 + float(dice.nearly_normal(0.05, 1)[0]))
     x, y = points[:, 0] * wide - slant * points[:, 1], points[:, 1] / wide
     x, y = np.cos(turn) * x - np.sin(turn) * y, np.sin(turn) * x + np.cos(turn) * y
     drawn = np.stack([x, y], axis=1)
@@ -113,7 +113,7 @@ def _hand(points: NDArray[np.float64], strokes: NDArray[np.int64], drawer: Drawe
     # The drawing stays on the paper, and a slanted one does not shrink more than it must.
     scale = min(size, (SIDE - 4) / float((high - low).max()))
     room = np.maximum((SIDE - 3) - scale * (high - low), 0) / 2
-    shift = np.clip(dice.bell(1.0, 2), -room, room)
+    shift = np.clip(dice.nearly_normal(1.0, 2), -room, room)
     return (drawn - (low + high) / 2) * scale + SIDE / 2 + shift
 
 
@@ -124,7 +124,7 @@ def _waves(
     angle = dice.uniform(0, 2 * np.pi, WAVES)
     speed = dice.uniform(2 * np.pi * slowest, 2 * np.pi * fastest, WAVES)
     phase = dice.uniform(0, 2 * np.pi, WAVES)
-    reach = dice.bell(amplitude * (2 / WAVES) ** 0.5, WAVES, 2)
+    reach = dice.nearly_normal(amplitude * (2 / WAVES) ** 0.5, WAVES, 2)
     along = points[:, :1] * (speed * np.cos(angle)) + points[:, 1:] * (speed * np.sin(angle)) + phase
     return (np.sin(along)[:, :, None] * reach).sum(1)
 

@@ -52,7 +52,7 @@ def links(skeleton: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def prune(count: int, pairs: NDArray[np.int64], shortest: int) -> NDArray[np.bool_]:
     """Which pixels to keep: all but spurs, which leave a junction and end after fewer than `shortest` pixels.
-    Thinning makes them of serifs and corners."""
+    Thinning turns serifs and corners into spurs."""
     keep = np.ones(count, bool)
     neighbours: list[list[int]] = [[] for _ in range(count)]
     for a, b in pairs.tolist():
@@ -72,7 +72,7 @@ def prune(count: int, pairs: NDArray[np.int64], shortest: int) -> NDArray[np.boo
 
 
 def smooth(points: NDArray[np.float64], pairs: NDArray[np.int64], rounds: int) -> NDArray[np.float64]:
-    """Points drawn towards their neighbours, which takes out the lattice's stairs and rounds corners; ends stay."""
+    """Points moved towards their neighbours: this removes the pixel grid's steps and rounds corners; ends stay."""
     degree = np.bincount(pairs.ravel(), minlength=len(points))
     moving = (degree >= 2)[:, None]
     share = np.maximum(degree, 1)[:, None]

@@ -111,7 +111,7 @@ class Source(ABC):
     def fetch(self, root: Path, progress: bool | None = None) -> list[Path]:
         """Download the files; a source without a downloader says where they come from."""
         self.files(root)
-        raise BilevelError(f"{self.name} has no downloader. Its files are already at {places.say(root)}.")
+        raise BilevelError(f"{self.name} has no downloader. Its files are already at {places.describe(root)}.")
 
     def check(self, root: Path, work: Workspace) -> str:
         """Read every file again, without the cache. Return a sentence about what was found, or raise."""

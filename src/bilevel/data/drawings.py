@@ -1,4 +1,4 @@
-"""Drawings as a model of drawings knows them: light ink on even black paper, in the middle of the frame."""
+"""Drawings as in the training data: light ink on even black paper, in the middle of the frame."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gray = NDArray[np.float64]
 FAINT = 0.06
 # Longest side, in pixels, at which a page is cleaned, and at which its paper is estimated.
 PAGE, PAPER = 640, 96
-# Half the longest side, in pixels, at which ink is told from paper: a pixel's surroundings are half of the page.
+# Half the longest side, in pixels, at which ink is told from paper: the window around a pixel is half of the page.
 SURROUNDINGS = 16
 # A drawing has less colour, ink and pixels in between, as mean range of the channels and shares of pixels.
 COLOURED, INKED, SHADES = 0.15, 0.4, 0.3
@@ -27,7 +27,7 @@ FRAME = 105
 # OFFSET from the middle, the ink is moved to the middle and brought to EXTENT. EXTENT is the median of Omniglot's
 # drawings, and the bounds hold for about 99 % of them.
 SMALLEST, EXTENT, LARGEST, OFFSET = 0.3, 0.64, 0.95, 0.2
-# Width of strokes as a share of the frame: outside this range they are drawn anew with a pen of the width PEN. What is
+# Width of strokes as a share of the frame: outside this range they are redrawn with a pen of the width PEN. What is
 # wider than WIDEST is a filled shape and stays.
 THINNEST, PEN, THICKEST, WIDEST = 0.034, 0.051, 0.075, 0.2
 
@@ -111,7 +111,7 @@ def whole(drawing: Drawing) -> Drawing:
 
 
 def inked(drawing: Drawing, pen: bool = True) -> Drawing:
-    """Ink or no ink, 1 or 0; with `pen`, strokes of an unusual width are drawn anew, on a frame of FRAME pixels."""
+    """Ink or no ink, 1 or 0; with `pen`, strokes of an unusual width are redrawn, on a frame of FRAME pixels."""
     ink = drawing.ink
     if drawing.blank:
         return drawing

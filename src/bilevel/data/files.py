@@ -170,5 +170,5 @@ def missing(title: str, root: Path, names: list[str], where: str, get: str) -> B
     """The error for files that are not there: which files, where they belong, and how to get them."""
     return BilevelError(
         f"{title} was not found: there is no {' and no '.join(names)} in {root / where}. {get} Put it into "
-        f"{root / where}. Looked in {places.say(root)}."
+        f"{root / where}. Looked in {places.describe(root)}."
     )

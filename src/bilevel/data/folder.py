@@ -23,7 +23,7 @@ from bilevel.errors import BilevelError
 
 # Sub-folders that hold the classes of each split.
 SPLITS = ("train", "val", "test")
-# A note names so many files, and counts the rest.
+# A note names this many files, and counts the rest.
 NAMED = 5
 
 
@@ -37,8 +37,8 @@ class Folder(Source):
         path: the folder.
         size: side of the images; see `bilevel.data.preparation.Preparation`. None keeps photographs as they are, and
             they must then all have one size; drawings are brought to 28 pixels.
-        mode: "RGB" or "L" (grayscale). Images of another mode, 16-bit and transparent ones are converted, and what was
-            converted is said once.
+        mode: "RGB" or "L" (grayscale). Images of another mode, 16-bit and transparent ones are converted, and a
+            note says so once.
         prepare: "photograph", "drawing" or "gray-drawing": how pictures are prepared.
         invert: black on white becomes white on black. None finds the polarity of drawings and leaves photographs.
         strict: whether an unreadable picture is an error; otherwise it is left out and listed in the notes.
@@ -63,7 +63,7 @@ class Folder(Source):
         if self.mode not in ("L", "RGB"):
             raise BilevelError(f"mode={self.mode!r} is unknown; pass 'RGB' or 'L' (grayscale).")
         if self.size is not None and self.size < 1:
-            raise BilevelError(f"size={self.size} is no size of an image; pass a number of pixels, or None.")
+            raise BilevelError(f"size={self.size} is not an image size; pass a number of pixels, or None.")
         if not self.path.is_dir():
             raise BilevelError(f"There is no folder {self.path}; pass one that holds a folder of images per class.")
         return [self.path]

@@ -76,4 +76,4 @@ class Glyphs(Source):
         }
 
     def fetch(self, root: Path, progress: bool | None = None) -> list[Path]:
-        raise BilevelError(f"Glyphs is drawn, not downloaded; load('glyphs') needs nothing in {places.say(root)}.")
+        raise BilevelError(f"Glyphs is drawn, not downloaded; load('glyphs') needs nothing in {places.describe(root)}.")

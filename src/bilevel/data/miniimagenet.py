@@ -44,7 +44,7 @@ class MiniImagenet(Source):
 
     def files(self, root: Path) -> list[Path]:
         if self.size < 1:
-            raise BilevelError(f"size={self.size} is no size of an image; pass a number of pixels, 84 or 42 say.")
+            raise BilevelError(f"size={self.size} is not an image size; pass a number of pixels, such as 84 or 42.")
         images = locate(root, self.name, "images")
         where = root / self.name if images is None else images.parent
         lists = [where / f"{part}.csv" for part in LISTS]

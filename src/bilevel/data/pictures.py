@@ -22,7 +22,7 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"),
     *(".avif", ".heic", ".heif"),
 )
-# Only these decoders are run on what users bring; the last two where Pillow has them.
+# Only these decoders are run on users' files; the last two only where Pillow has them.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
 # What Pillow's decoders raise where a file is damaged.
@@ -78,7 +78,7 @@ def formats() -> tuple[str, ...]:
 
 
 def _unidentified(contents: bytes) -> str:
-    """Why Pillow knows no decoder; an ISO base media file says after "ftyp" what it is."""
+    """Why Pillow has no decoder for the contents; an ISO base media file names its format after "ftyp"."""
     if not contents:
         return "the file is empty"
     brand = contents[8:12] if contents[4:8] == b"ftyp" else b""
@@ -86,7 +86,7 @@ def _unidentified(contents: bytes) -> str:
         return "AVIF needs Pillow 11.3 or later"
     if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") and "HEIF" not in formats():
         return "HEIC needs the package pillow-heif (pip install pillow-heif)"
-    return "it is no picture of a known kind"
+    return "it is not a picture of a known format"
 
 
 def convert(picture: Image.Image, mode: ColourMode) -> tuple[Image.Image, str]:
@@ -111,7 +111,7 @@ def convert(picture: Image.Image, mode: ColourMode) -> tuple[Image.Image, str]:
     elif was == "P":
         done = "palette"
     elif was not in ("1", mode) and mode == "RGB":
-        # Colour to gray is not mentioned: whoever passes mode="L" asked for it.
+        # The conversion of colour to gray is not reported: mode="L" asks for it.
         done = {"L": "grayscale"}.get(was, was)
     return (turned if turned.mode == mode else turned.convert("RGB").convert(mode)), done
 
@@ -138,7 +138,7 @@ def background(picture: Image.Image) -> tuple[int, ...]:
 
 
 def to_shape(picture: Image.Image, height: int, width: int, whole: bool = False) -> NDArray[np.uint8]:
-    """H×W×C, scaled as one: with the whole picture in it and the sides filled with the background, or its middle."""
+    """H×W×C, with proportions kept: the whole picture with the background added at its sides, or its middle part."""
     if picture.size != (width, height) and not whole:
         picture = ImageOps.fit(picture, (width, height), Image.Resampling.BILINEAR)
     elif picture.size != (width, height):

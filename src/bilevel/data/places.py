@@ -22,7 +22,7 @@ def cache_root() -> Path:
     return Path(given).expanduser().absolute() if given else _user_cache() / "images"
 
 
-def say(root: Path) -> str:
+def describe(root: Path) -> str:
     """The data root and how it was chosen, for messages."""
     return f"{root} (the data root; set it with --data-root, data_root=… or BILEVEL_DATA)"
 

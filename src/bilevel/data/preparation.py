@@ -44,9 +44,9 @@ class Preparation:
     - `drawing`: light ink on black, each pixel one or the other, at the nearest pixels, as Omniglot's drawings are.
     - `gray-drawing`: light ink on black in shades of gray.
 
-    With `clean`, the paper of a drawing is evened out, ink that is far from the middle, small or large is cropped to
-    and brought to the usual size, and (not in shades of gray) strokes of an unusual width are drawn anew. A drawing
-    that is clean already stays as it is.
+    With `clean`, the paper of a drawing is evened out, ink that is off-centre, small or large is cropped and scaled to
+    the usual size, and (not in shades of gray) strokes of an unusual width are redrawn. A drawing that is clean already
+    stays as it is.
 
     Args:
         kind: see above.
@@ -80,7 +80,7 @@ class Preparation:
             raise BilevelError(f"clean={self.clean!r:.60} and invert={self.invert!r:.60} must be true or false.")
         for side in (self.height, self.width):
             if isinstance(side, bool) or not isinstance(side, int) or not 1 <= side <= LARGEST_SIDE:
-                raise BilevelError(f"A side of {side!r:.60} pixels is no size of a picture; write 1…{LARGEST_SIDE}.")
+                raise BilevelError(f"A side of {side!r:.60} pixels is not a picture size; write 1…{LARGEST_SIDE}.")
 
     @property
     def mode(self) -> ColourMode:
@@ -119,13 +119,15 @@ class Preparation:
 
     @classmethod
     def of(cls, values: Any) -> Preparation:
-        """From a card; what it does not know is an error, because it would be ignored."""
+        """From the values in a card. Unknown settings are an error, because they would be ignored."""
         if not isinstance(values, Mapping):
-            raise BilevelError(f"The card prepares pictures by {values!r:.60}, and not by an object of settings.")
+            raise BilevelError(f"The card prepares pictures by {values!r:.60}; it must be an object of settings.")
         known = {f.name for f in fields(cls)}
         unknown = [key for key in values if key not in known]
         if unknown:
-            raise BilevelError(f"The card prepares pictures as another version does: {', '.join(unknown)}.")
+            raise BilevelError(
+                f"The card has settings for preparing pictures that this version does not know: {', '.join(unknown)}."
+            )
         return cls(**values)
 
 

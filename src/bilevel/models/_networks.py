@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from bilevel.models import _twice
 from bilevel.models._blocks import FusedSequential
 from bilevel.models._layers import is_plain, suits
+from bilevel.models._second_derivatives import Block, through
 from bilevel.models.batch_norm import BatchNorm
 
 # Layers without weights that may follow the blocks.
@@ -27,7 +27,7 @@ class Networks:
         names: those of weight, scale and shift of every block; None for a scale or shift that batch norm does not have.
     """
 
-    blocks: Sequence[_twice.Block]
+    blocks: Sequence[Block]
     names: Sequence[tuple[str, str | None, str | None]]
     norms: Sequence[BatchNorm]
     rest: Sequence[nn.Module]
@@ -40,7 +40,7 @@ class Networks:
             leaves.append(filters)
             leaves.append(filters.new_ones(filters.shape[:2]) if scale is None else weights[scale])
             leaves.append(filters.new_zeros(filters.shape[:2]) if shift is None else weights[shift])
-        y, statistics = _twice.through(self.blocks, images, leaves)
+        y, statistics = through(self.blocks, images, leaves)
         for norm, mean, inverse in zip(self.norms, statistics[::2], statistics[1::2], strict=True):
             if norm.seen is not None:
                 norm.note(mean[:, 0], inverse[:, 0] ** -2 - norm.eps)
@@ -79,7 +79,7 @@ def _parsed(module: nn.Module) -> Networks | None:
             break
         window = _window(after[0]) if after else None
         layers = after if window is None else after[1:]
-        blocks.append(_twice.Block(_pair(conv.stride), _pair(conv.padding), norm.eps, type(relu) is nn.ReLU, window))
+        blocks.append(Block(_pair(conv.stride), _pair(conv.padding), norm.eps, type(relu) is nn.ReLU, window))
         names.append((named[id(conv.weight)], named.get(id(norm.weight)), named.get(id(norm.bias))))
         norms.append(norm)
     return Networks(blocks, names, norms, layers) if blocks and all(type(x) in LAST for x in layers) else None

@@ -71,10 +71,10 @@ def to_images(rows: Tensor, stride: int = 1) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Which rows of the result meet an offset of the filter: `count` of them from `first`.
+class RowOverlap:
+    """The rows of the result for which one row of the filter lies inside the image: `count` of them from `first`.
 
-    They see the rows `start`, start + 1, … among those with the remainder `plane` modulo the stride.
+    They depend on the image rows `start`, start + 1, … among those with the remainder `plane` modulo the stride.
     """
 
     plane: int
@@ -83,11 +83,13 @@ class Meeting:
     count: int
 
 
-def meetings(size: int, filters: int, stride: int, padding: int) -> list[Meeting]:
-    """One for every offset of a filter of that size over `size` rows.
+def row_overlaps(size: int, filters: int, stride: int, padding: int) -> list[RowOverlap]:
+    """One for every row of a filter with `filters` rows, over `size` rows of the image.
 
-    >>> meetings(7, filters=3, stride=2, padding=1)[0]  # row i of the result sees row 2i − 1, which row 0 does not have
-    Meeting(plane=1, start=0, first=1, count=3)
+    Row i of the result depends on row 2i − 1 of the image here, which does not exist for i = 0:
+
+    >>> row_overlaps(7, filters=3, stride=2, padding=1)[0]
+    RowOverlap(plane=1, start=0, first=1, count=3)
     """
     outputs = outputs_of(size, filters, stride, padding)
     found = []
@@ -95,7 +97,7 @@ def meetings(size: int, filters: int, stride: int, padding: int) -> list[Meeting
         first = max(0, -((offset - padding) // stride))
         last = min(outputs - 1, (size - 1 + padding - offset) // stride)
         row = first * stride + offset - padding
-        found.append(Meeting(row % stride, row // stride, first, max(0, last - first + 1)))
+        found.append(RowOverlap(row % stride, row // stride, first, max(0, last - first + 1)))
     return found
 
 
@@ -142,7 +144,7 @@ def products(shape: tuple[int, ...], filters: tuple[int, ...], stride: int, padd
     begins = [part.start for part in ranks(height, stride)]
     found = []
     for column, (offsets, seen) in enumerate(columns):
-        for k, row in enumerate(meetings(height, size, stride, padding)):
+        for k, row in enumerate(row_overlaps(height, size, stride, padding)):
             count, inner = row.count * images, (seen.stop - seen.start) * channels
             if count > 0 and inner > 0:
                 top = (begins[row.plane] + row.start) * images

@@ -1,7 +1,7 @@
 """One self-contained HTML page about results and trainings: tables, curves, episodes, filters, certificates.
 
-`write` is the whole of it. What a page shows is found by `read`, drawn by `curves`, `pictures` and `models`, and put
-into the files of `templates/` by `page`. Nothing on the page is fetched from anywhere when it is viewed.
+`page.write` is the entry point. `read` finds results and runs; `curves`, `pictures` and `models` prepare what is shown;
+`page` fills the files of `templates/`. The page loads nothing over the network when it is viewed.
 """
 
 from bilevel import extras

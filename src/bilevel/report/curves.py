@@ -49,23 +49,27 @@ class RunCurves:
 
 
 def curves(run: FoundRun) -> RunCurves:
-    looks = [line for line in run.metrics if "score" in line]
+    validations = [line for line in run.metrics if "score" in line]
     steps = [line for line in run.metrics if "loss" in line]
-    clock = _clock(looks, steps, run.settings)
-    when = _numbers(looks, "iteration")
-    accuracy = Series(when, _numbers(looks, "minutes"), _numbers(looks, "score"), _numbers(looks, "interval"))
+    minutes = _minutes_of_losses(validations, steps, run.settings)
+    when = _numbers(validations, "iteration")
+    accuracy = Series(
+        when, _numbers(validations, "minutes"), _numbers(validations, "score"), _numbers(validations, "interval")
+    )
     at = _numbers(steps, "iteration")
-    loss, speed = (Series(at, clock, _numbers(steps, name)) for name in ("loss", "images_per_second"))
+    loss, speed = (Series(at, minutes, _numbers(steps, name)) for name in ("loss", "images_per_second"))
     return RunCurves(_thinned(loss), _thinned(speed), _picked(accuracy))
 
 
-def _clock(looks: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Array:
-    """The minutes of the loss records, which carry none.
+def _minutes_of_losses(
+    validations: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]], settings: dict[str, Any]
+) -> Array:
+    """The minutes of the loss records, which do not contain any.
 
     Between two validations they are interpolated; after the last one they follow from the speed and the number of
     images in a hyperiteration.
     """
-    known = [line for line in looks if "minutes" in line]
+    known = [line for line in validations if "minutes" in line]
     if not known:
         return np.full(len(steps), math.nan)
     last, minutes = known[-1]["iteration"], known[-1]["minutes"]

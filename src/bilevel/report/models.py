@@ -1,4 +1,4 @@
-"""What a trained learner does with classes it has never seen, and what can be said about it."""
+"""The episodes, filters and certificates of a trained learner, for the page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bilevel.report import pictures
 if TYPE_CHECKING:
     from bilevel.report.read import FoundRun
 
-# Filters of more than this many inputs are too wide to be looked at, and layers behind the first mean nothing as such.
+# Only filters of the first layer with at most this many inputs are shown; others cannot be read as pictures.
 MOST_FILTERS = 256
 
 
@@ -156,12 +156,12 @@ def _episode(trained: TrainedLearner, data: ImageDataset, number: int) -> ShownE
 
 
 def _certificate(trained: TrainedLearner, data: ImageDataset, number: int) -> tuple[Certificate, float] | None:
-    """What `certify` says of the inner problem of an episode, in double precision, and a bound on L(w_T) − inf L; None
+    """The certificate of the inner problem of an episode, in double precision, and a bound on L(w_T) − inf L; None
     for learners that have no convex inner problem.
 
-    The features are those of the evaluation, with its batch norm, and fixed; so λ enters nothing. μ is known: an L2
-    term of weight l2 makes the curvature l2 at least, and without one the cross-entropy has directions without any.
-    What then remains is that L is never below 0.
+    The features are fixed: those of the evaluation, with its batch norm. So nothing depends on λ. μ is known: an L2
+    term of weight l2 makes the curvature l2 at least; without one the cross-entropy has directions without curvature,
+    and only L ≥ 0 is known.
     """
     learner = trained.learner
     found = learner.certifiable(episodes(trained.settings, data, "test").batch([number]))
@@ -190,7 +190,7 @@ def verdict(certificate: Certificate, l2: float) -> str:
         return (
             "L has no L2 term, so it is not strongly convex: with separable classes it has no minimiser at all, and no "
             "distance to one can be certified. What holds without it: the step size is to be compared with 2/ν; "
-            "‖∇L(w_T)‖ says how far from rest the steps stopped; and as L is never below 0, it "
+            "‖∇L(w_T)‖ says how far w_T is from a stationary point; and as L is never below 0, it "
             "is above its infimum by no more than its value. A training with --l2 above 0 gets the other bounds."
         )
     return str(certificate.outcome)

@@ -19,10 +19,10 @@ from bilevel.models.batch_norm import MEANING
 from bilevel.progress import counter
 from bilevel.report import pictures
 from bilevel.report.curves import RunCurves, curves, figures
+from bilevel.report.formatting import labels, minutes, slug, task_name
 from bilevel.report.models import Model, Reader, verdict
 from bilevel.report.read import FoundResult, FoundRun, ReportSources, gather
 from bilevel.report.templating import inlined, template
-from bilevel.report.words import labels, minutes, slug, task
 
 KNOWN = ("accuracy", "interval")  # of a card's score on meta-test
 HELP = {f.name: f.metadata["help"] for f in fields(TrainingSettings)}
@@ -63,7 +63,7 @@ def write(
         BilevelWarning: for every file that cannot be read; the page is written without it and says so too.
     """
     if episodes < 0:
-        raise BilevelError(f"episodes={episodes} is less than none; pass 0 to leave them out.")
+        raise BilevelError(f"episodes={episodes} is negative; pass 0 to leave them out.")
     path = Path(out)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise BilevelError(f"{path} cannot be written: pass a file in a folder that exists, with --out FILE.")
@@ -83,7 +83,7 @@ def _models(found: ReportSources, reader: Reader, progress: bool | None) -> list
             begin(run.spec)
             try:
                 models.append(reader.read(run) if run.config else None)
-            except Exception as error:  # a folder may hold anything, and the page is to be written without it
+            except Exception as error:  # a folder may hold anything; the page is written without it
                 models.append(None)
                 kind = "" if isinstance(error, BilevelError) else f"{type(error).__name__}: "
                 found.warnings.append(f"{run.spec}: no episodes, filters and certificates. {kind}{error}")
@@ -168,8 +168,8 @@ def _numeric(cells: Sequence[str]) -> bool:
 def _run(
     run: FoundRun, number: int, name: str, curve: RunCurves, model: Model | None, ids: dict[Path, str]
 ) -> dict[str, Any]:
-    config, looks = run.config, [line for line in run.metrics if "score" in line]
-    best = max(looks, key=lambda line: (line["score"], -line["iteration"]), default=None)
+    config, validations = run.config, [line for line in run.metrics if "score" in line]
+    best = max(validations, key=lambda line: (line["score"], -line["iteration"]), default=None)
     speeds = [line["images_per_second"] for line in run.metrics if "images_per_second" in line]
     card = config.get("score")
     test = card.get("test") if isinstance(card, dict) else None
@@ -179,12 +179,12 @@ def _run(
         "id": f"run-{number + 1}-{slug(name)}",
         "config": config,
         "settings": run.settings,
-        "task": task(run.settings),
+        "task": task_name(run.settings),
         "owner": None if run.owner is None else {"id": ids[run.owner.file], **run.owner.fields},
         "trace": None if curve.empty else 0,
         "done": max((line["iteration"] for line in run.metrics), default=None),
         "best": best,
-        "minutes": max((line["minutes"] for line in looks if "minutes" in line), default=None),
+        "minutes": max((line["minutes"] for line in validations if "minutes" in line), default=None),
         "speed": sorted(speeds)[len(speeds) // 2] if speeds else None,
         "test": test if isinstance(test, dict) and all(_is_number(test.get(key)) for key in KNOWN) else None,
         "model": model,
@@ -238,7 +238,7 @@ def _verdict(model: Model) -> str:
 
 
 def command(run: FoundRun) -> str:
-    """How to get it again: the command of the result it belongs to, or its own."""
+    """The command that repeats a run: that of the result it belongs to, or its own."""
     if run.owner is not None:
         return run.owner.fields["command"]
     own = run.config.get("command")

@@ -14,11 +14,11 @@ from bilevel.files import read_json
 from bilevel.learners.library import PREFIX, zoo
 from bilevel.training.log import read_metrics
 
-# Where to look when nothing is named; the last one holds results that are kept with a source tree.
+# Where to look without specs; the last folder holds the results that come with the source tree.
 PLACES, KEPT = ("results", "runs"), "docs/results"
 
-# What a point of the curve in a model's card is made of.
-LOOK = ("iteration", "score", "interval")
+# The fields of a point of the curve in a model's card.
+CURVE_FIELDS = ("iteration", "score", "interval")
 
 # The fields of a result.json and their types, with what to take where one is missing; None: it must be there.
 FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
@@ -85,17 +85,17 @@ class ReportSources:
 
 
 def gather(specs: Sequence[str | Path]) -> ReportSources:
-    """What the words of the command name: results, runs, folders of them at any depth, and `zoo:NAME`.
+    """Find what the specs name: results, runs, folders of them at any depth, and `zoo:NAME`.
 
-    Without words, everything in `results/` and `runs/`; and where there is no `results/`, in `docs/results/`.
+    Without specs, everything in `results/` and `runs/`; and where there is no `results/`, in `docs/results/`.
     """
     found = ReportSources()
-    for spec in specs or _usual():
-        _take(str(spec), found)
+    for spec in specs or _default_specs():
+        _add(str(spec), found)
     return found
 
 
-def _usual() -> list[str]:
+def _default_specs() -> list[str]:
     places = [place for place in PLACES if Path(place).is_dir()]
     if "results" not in places and Path(KEPT).is_dir():
         places.insert(0, KEPT)
@@ -109,17 +109,17 @@ def _usual() -> list[str]:
     return places
 
 
-def _take(spec: str, found: ReportSources) -> None:
+def _add(spec: str, found: ReportSources) -> None:
     path = Path(spec)
     if spec.startswith(PREFIX):
         name = spec.removeprefix(PREFIX)
         if name not in zoo():
             raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo())}.")
         card = zoo()[name]
-        looks = [dict(zip(LOOK, point, strict=True)) for point in card.get("curve", [])]
-        found.runs.append(FoundRun(spec, card, looks))
+        validations = [dict(zip(CURVE_FIELDS, point, strict=True)) for point in card.get("curve", [])]
+        found.runs.append(FoundRun(spec, card, validations))
     elif path.is_file():
-        _take_file(path, found)
+        _add_file(path, found)
     elif path.is_dir():
         files = list(_files(path))
         if not files:
@@ -128,7 +128,7 @@ def _take(spec: str, found: ReportSources) -> None:
                 "train`), at any depth."
             )
         for file in files:
-            _take_file(file, found)
+            _add_file(file, found)
     elif path.with_name(path.name + ".json").is_file() and path.with_name(path.name + ".safetensors").is_file():
         found.runs.append(FoundRun(spec, _config(path.with_name(path.name + ".json"), found), []))
     else:
@@ -139,7 +139,7 @@ def _take(spec: str, found: ReportSources) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files that results and runs are known by, below a folder; a run holds no other runs."""
+    """The files `result.json` and `config.json` below a folder; a run holds no other runs."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "result.json" in names:
@@ -149,7 +149,7 @@ def _files(folder: Path) -> Iterator[Path]:
             folders.clear()
 
 
-def _take_file(file: Path, found: ReportSources) -> None:
+def _add_file(file: Path, found: ReportSources) -> None:
     if file.resolve() in found.seen:
         return
     found.seen.add(file.resolve())
@@ -166,7 +166,7 @@ def _take_file(file: Path, found: ReportSources) -> None:
         folder = _inside(file.parent, name)
         if folder is None or not folder.is_dir():
             found.warnings.append(
-                f"{file.parent / str(name)} was left out: {file} names it, but it is no folder there."
+                f"{file.parent / str(name)} was left out: {file} names it, but there is no such folder."
             )
         elif (folder / "config.json").resolve() not in found.seen:
             found.seen.add((folder / "config.json").resolve())
@@ -183,7 +183,7 @@ def _result(file: Path, found: ReportSources) -> FoundResult:
         if value is None:
             raise BilevelError(f"it has no {name!r}.")
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise BilevelError(f"its {name!r} is {type(value).__name__} where {_word(kind)} belongs.")
+            raise BilevelError(f"its {name!r} is {type(value).__name__} and must be {_type_name(kind)}.")
         fields[name] = value
     fields["seed"] = content.get("seed")
     fields["tables"] = [_table(table) for table in fields["tables"]]
@@ -256,7 +256,7 @@ def _metrics(folder: Path, found: ReportSources) -> list[dict[str, float]]:
 
 
 def _inside(folder: Path, name: Any) -> Path | None:
-    """The file of that name, unless it lies elsewhere: a page must not show what its author did not mean to."""
+    """The file of that name in the folder; None if the name leads outside, because a page must not show other files."""
     if not isinstance(name, str) or not name or "\0" in name:
         return None
     path = folder / name
@@ -267,6 +267,6 @@ def _inside(folder: Path, name: Any) -> Path | None:
     return path if path.resolve().is_relative_to(folder.resolve()) and path.resolve() != folder.resolve() else None
 
 
-def _word(kind: type | tuple[type, ...]) -> str:
-    words: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
-    return "a number" if isinstance(kind, tuple) else words[kind]
+def _type_name(kind: type | tuple[type, ...]) -> str:
+    names: dict[type, str] = {str: "text", list: "a list", dict: "an object"}
+    return "a number" if isinstance(kind, tuple) else names[kind]

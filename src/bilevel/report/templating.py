@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from bilevel.report.words import number, setting
+from bilevel.report.formatting import number, setting
 
 TEMPLATES = Path(__file__).parent / "templates"
 

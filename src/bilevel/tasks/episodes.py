@@ -90,7 +90,7 @@ class EpisodeSampler:
         return rows, turns
 
     def number(self, labels: NDArray[np.int64], turns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of the classes to draw from, 0…count − 1, those of these labels and quarter turns are."""
+        """The indices, 0…count − 1, of the classes with these labels and quarter turns."""
         wanted = np.unique(np.asarray(self.labels)) if self.classes is None else np.asarray(self.classes)
         order = np.argsort(wanted)
         return order[np.searchsorted(wanted[order], labels)] + turns * len(wanted)
@@ -100,7 +100,9 @@ class EpisodeSampler:
         """The examples of every class that can be drawn."""
         for name, least in (("ways", 1), ("shots", 1), ("queries", 0)):
             if getattr(self, name) < least:
-                raise BilevelError(f"{name}={getattr(self, name)} makes no episode; pass a whole number ≥ {least}.")
+                raise BilevelError(
+                    f"{name}={getattr(self, name)} cannot make an episode; pass a whole number ≥ {least}."
+                )
         if not 0 <= self.seed < 2**64:
             raise BilevelError(f"seed={self.seed} must be a whole number from 0 to 2⁶⁴ − 1.")
         labels = np.asarray(self.labels)
@@ -208,7 +210,7 @@ class Episodes:
     def sample(self, count: int = 1) -> Callable[[int], list[Task]]:
         """A source for `solve`: hyperiteration k gets episodes k·count … k·count + count − 1."""
         if count < 1:
-            raise BilevelError(f"sample(count={count}) draws nothing; pass a whole number ≥ 1.")
+            raise BilevelError(f"sample(count={count}) would draw no episode; pass a whole number ≥ 1.")
 
         def draw(k: int) -> list[Task]:
             train, val = self._stacked(range(k * count, (k + 1) * count))

@@ -1,4 +1,4 @@
-"""A long run: the loop with validation, checkpoints, a log and requests to stop, in a folder that it can go on from."""
+"""A long run: the loop with validation, checkpoints, a log and requests to stop, in a folder from which it resumes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Schedule:
 
 @dataclass
 class Ending:
-    """How a run ended, where it stands, and the exit code that says so."""
+    """How a run ended, its last hyperiteration and best score, and the exit code for the shell."""
 
     outcome: Outcome
     iteration: int
@@ -128,8 +128,8 @@ class Run:
             self.validation.restore(facts)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BilevelError(
-                f"The newest checkpoint in {self.folder.checkpoints.folder} does not say how the run was going "
-                f"({error!r:.80}). Remove it to go on from the one before it, or begin a new run."
+                f"The newest checkpoint in {self.folder.checkpoints.folder} does not hold the state of the run "
+                f"({error!r:.80}). Remove it to resume from the one before it, or begin a new run."
             ) from error
         self.saved = (self.iteration, self.validation.validated_at)
 
@@ -159,7 +159,7 @@ class Run:
         except NotWritten as error:
             raise NotWritten(
                 f"{error} The run stopped after hyperiteration {self.iteration}, and its newest checkpoint is valid. "
-                "Make room and go on with --resume."
+                "Make room and resume with --resume."
             ) from error
         code = stop.exit_code if outcome.kind == "interrupted" else int(not outcome.ok)
         best = self.validation.stopping

@@ -104,7 +104,7 @@ def stop_requests(deadline: float = math.inf) -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        _leave(terminals)
+        _redirect_closed(terminals)
         if request.signal is None:
             request.signal, request.when = signal.Signals(number), now
         elif now - request.when > ECHO_SECONDS:
@@ -120,10 +120,10 @@ def stop_requests(deadline: float = math.inf) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def _leave(terminals: list[int]) -> None:
-    """Send output to nowhere where the terminal has been closed: writing would be an error before all is saved."""
+def _redirect_closed(terminals: list[int]) -> None:
+    """Redirect the output of closed terminals to the null device, because writing to them is an error."""
     for output in terminals:
         if not os.isatty(output):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, output)
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, output)
+            os.close(null)

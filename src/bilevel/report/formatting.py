@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def task(settings: dict[str, Any]) -> str:
-    """What is being learned, where the settings are those of a few-shot training.
+def task_name(settings: dict[str, Any]) -> str:
+    """The data set, ways and shots of a few-shot training; of other settings, the data set alone.
 
-    >>> task({"dataset": "glyphs", "ways": 5, "shots": 1})
+    >>> task_name({"dataset": "glyphs", "ways": 5, "shots": 1})
     'glyphs 5-way 1-shot'
     """
     if not {"dataset", "ways", "shots"} <= settings.keys():
@@ -21,7 +21,7 @@ def task(settings: dict[str, Any]) -> str:
 
 
 def labels(specs: Sequence[str], owned: Sequence[bool] = ()) -> list[str]:
-    """Short names of runs: the last parts of their paths, as many as it takes to tell them apart.
+    """Short, distinct names of runs: as many of the last parts of their paths as that needs.
 
     A run that belongs to a result is named with it.
 
@@ -41,7 +41,7 @@ def labels(specs: Sequence[str], owned: Sequence[bool] = ()) -> list[str]:
 
 
 def slug(text: str) -> str:
-    """Text that can be an address within the page.
+    """The text as an HTML anchor.
 
     >>> slug("runs/My run №1")
     'runs-my-run-1'
@@ -50,7 +50,7 @@ def slug(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    """A number as people write it; what is not finite is said, and what is no number is left as it is.
+    """A value as text: three digits of a float, "none" for one that is not finite, other types by `str`.
 
     >>> number(0.000123456), number(float("inf")), number(None), number([1, 2]), number(True)
     ('0.000123', 'none', '–', '1, 2', 'yes')
@@ -69,7 +69,7 @@ def number(value: Any) -> str:
 
 
 def setting(value: Any) -> str:
-    """A setting as it would be written, not rounded.
+    """A setting as text, not rounded.
 
     >>> setting(1e-05), setting([0.1, 0.3]), setting(False), setting("")
     ('1e-05', '0.1, 0.3', 'no', '–')
@@ -80,7 +80,7 @@ def setting(value: Any) -> str:
 
 
 def minutes(value: Any) -> str:
-    """A duration.
+    """A number of minutes as text, in seconds, minutes or hours.
 
     >>> minutes(0.5), minutes(90.0), minutes(float("nan"))
     ('30 s', '1.5 h', '–')
