@@ -1,6 +1,6 @@
 r"""
-Effects that can be looked at
-=============================
+Plots of every feature's effect
+===============================
 
 :class:`bilevel.estimators.BilevelAdditiveRegressor` fits
 
@@ -56,7 +56,7 @@ for term in ("area", "year", "district", "floor"):
 # %%
 # The effects
 # -----------
-# Bands are 1.96 standard deviations; grey points are the rows, with what the model leaves of their rent.
+# Bands are 1.96 standard deviations; grey points are the partial residuals of the rows.
 
 figure = model.plot(figure=plt.figure(figsize=(9.3, 5.4), layout="constrained"))
 plt.show()
@@ -64,7 +64,7 @@ plt.show()
 # %%
 # One prediction
 # --------------
-# Its parts add up to the prediction, and an interval says how far the rent may be from it.
+# The effects add up to the prediction. A prediction interval says how far the rent may be from it.
 
 row = frame.iloc[[7]]
 for term, share in list(model.explain(row).items())[:5]:

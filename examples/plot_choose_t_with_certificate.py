@@ -5,8 +5,8 @@ How many inner steps are enough?
 Every gradient of a bilevel problem that is solved by T steps is a gradient of :math:`f_T`, not of :math:`f`. More steps
 bring the two together, if the theory applies (the paper's Theorem 3.2), but they cost time, and the theorem does not
 say how many are needed here. ``bilevel.certify`` does, from what it can compute: it finds the curvature
-:math:`[\mu, \nu]` of the inner objective and a point next to the minimiser :math:`w_\lambda`, and returns a number that
-cannot lie below :math:`|f_T(\lambda) - f(\lambda)|`.
+:math:`[\mu, \nu]` of the inner objective and a point close to the minimiser :math:`w_\lambda`, and returns an upper
+bound on :math:`|f_T(\lambda) - f(\lambda)|`.
 """
 
 import math
@@ -26,7 +26,7 @@ plt.style.use("tableau-colorblind10")
 # %%
 # A problem with a known answer
 # -----------------------------
-# Ridge regression with thirty correlated features. The minimiser has a closed form, which the certificate is not told.
+# Ridge regression with thirty correlated features. The minimiser has a closed form, which the certificate does not use.
 
 generator = torch.Generator().manual_seed(0)
 mix = torch.randn(30, 30, generator=generator) / 30**0.5 + 0.5 * torch.eye(30)
@@ -50,7 +50,7 @@ minimiser = torch.linalg.solve(gram, task.train[0].T @ task.train[1] / 60)
 truth = float(mse(minimiser, task.val))
 
 # %%
-# One certificate, read in full
+# One certificate, printed in full
 # -----------------------------
 
 dynamics = bl.GradientDescent(lr=0.1)
@@ -71,9 +71,9 @@ for T, value, gap, bound in zip(TIMES, values, gaps, bounds, strict=True):
 print(f"f = {truth:.5f} lies in every band: {covered}")
 
 # %%
-# Asking the other way round: T for a given gap
-# ---------------------------------------------
-# A heavy ball with momentum needs far fewer steps than plain gradient descent, and the certificate knows that as well.
+# T for a given gap
+# -----------------
+# Heavy ball needs far fewer steps than plain gradient descent, and the certificate takes this into account.
 
 WANTED = 1e-2
 ball = bl.HeavyBall(lr=0.1, momentum=0.9)
@@ -87,9 +87,9 @@ print(f"and T = {smallest_ball} with momentum.")
 # %%
 # Where the inner problem is convex but not quadratic
 # ---------------------------------------------------
-# Here the measured μ is the curvature at :math:`w_T` only, and the certificate says that it assumes the same on the way
-# to the minimiser. Who knows better can pass a μ that holds everywhere, such as the strength of the L2 term, and then
-# nothing is assumed. Two thousand steps show where the limit really is.
+# Here the measured μ is the curvature at :math:`w_T` only, and the certificate says that it assumes the same between
+# there and the minimiser. If you know a μ that holds everywhere, such as the strength of the L2 term, pass it; then
+# nothing is assumed. Two thousand steps show the true limit.
 
 labels = (y > 0).double()
 classes = bl.Task(train=(x[:60], labels[:60]), val=(x[60:], labels[60:]))
@@ -115,9 +115,9 @@ print(f"{'':23}certified ≤ {found.value_gap:.3e} with the measured μ = {found
 # %%
 # Where it does not apply
 # -----------------------
-# A network's inner objective has directions of negative curvature. There is no unique minimiser and nothing to be near
-# to, so there is no number: the bounds are infinite, the outcome says why, and asking for a T is an error. A step size
-# beyond :math:`2/\nu` does not converge for any T, and is warned of.
+# A network's inner objective has directions of negative curvature. There is no unique minimiser, so nothing can be
+# certified: the bounds are infinite, the outcome says why, and asking for a T is an error. With a step size above
+# :math:`2/\nu` the steps do not converge, and ``certify`` warns.
 
 
 def layer(w, data):
@@ -143,9 +143,8 @@ with warnings.catch_warnings(record=True) as caught:
 print("BilevelWarning:", caught[0].message)
 
 # %%
-# What the certificate measures, it knows almost exactly: it goes on to the minimiser by Newton's method, and the band
-# ends at :math:`f`. The contraction rate alone, which is what a bound before the run can rest on, promises much less
-# (right).
+# The bounds are almost exact, because the certificate computes the minimiser by Newton's method: the band ends at
+# :math:`f`. A bound from the contraction rate alone, which is known before the run, is much wider (right).
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
 left.fill_between(TIMES, values - bounds, values + bounds, color="C4", alpha=0.3, label="certified band")

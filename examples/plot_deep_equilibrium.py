@@ -9,7 +9,7 @@ are the solution of
 
 The solution is a function of the weights :math:`\lambda = (W, U, b)`, and ``bl.inner_solution`` makes it a layer of an
 ordinary torch network. Its derivative needs no intermediate iterates, only a linear system with
-:math:`I - \partial\Phi/\partial z`, which is neither symmetric nor, as training goes on, that of a contraction.
+:math:`I - \partial\Phi/\partial z`, which is not symmetric; and in training :math:`\Phi` may cease to be a contraction.
 The data are scikit-learn's handwritten digits.
 """
 
@@ -36,8 +36,8 @@ units = 20
 # %%
 # The problem
 # -----------
-# A fixed point takes the place of the inner objective. The batch is the data of the task, and all its pictures are
-# solved at once. Nothing but the solution is used, so that the outer objective does not matter here.
+# A fixed point takes the place of the inner objective. The batch is the data of the task, and the equations of all its
+# pictures are solved at once. Only the solution is used, so the outer objective does not matter here.
 
 
 def layer(z, lam, x):

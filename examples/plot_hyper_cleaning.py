@@ -136,10 +136,10 @@ new_rate = (new[~new_wrong][:, None] > new[new_wrong]).double().mean().item()
 print(f"a new example with a right label has the larger weight in {100 * new_rate:.1f} % of all pairs")
 
 # %%
-# What is it worth?
-# -----------------
-# The same training, to the end and on training and validation examples together, with five ways to weigh the former.
-# Its weight decay, 0.01, is about the best of 0.001, 0.003, 0.01 and 0.03 for the first two, the ones to beat.
+# Test accuracy
+# -------------
+# The same training, to the end and on training and validation examples together, with five ways to weight the training
+# examples. Its weight decay, 0.01, is about the best of 0.001, 0.003, 0.01 and 0.03 for the first two, the baselines.
 
 
 def fit(train_weights):
@@ -167,8 +167,8 @@ for name, score in accuracy.items():
     print(f"{name:32} test accuracy {100 * score:.2f} %")
 
 # %%
-# The weights of right and wrong labels part. Below them the examples with the lowest weights, under the label they
-# came with.
+# The weights of right and wrong labels separate. Below are the examples with the lowest weights, with their given
+# labels.
 
 figure, panel = plt.subplots(figsize=(7, 3.2), layout="constrained")
 panel.hist(

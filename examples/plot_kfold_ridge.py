@@ -10,8 +10,8 @@ the :math:`j`-th, and
 
 is the error on the folds that were left out. A grid is the usual way to minimise it, which is why it usually has a
 single :math:`\lambda`. With :math:`\nabla f` a penalty for every feature, or for every group :math:`g` of features, is
-no harder to *find*. Whether it is *better* on data that nobody has looked at is another question, which this page asks
-of scikit-learn's diabetes data.
+no harder to *find*. Whether it is *better* on held-out data is another question, which this page answers for
+scikit-learn's diabetes data.
 """
 
 import os
@@ -35,8 +35,8 @@ COLOURS = {"one penalty": "C0", "two groups": "C5", "one each": "C1"}
 # %%
 # The problem
 # -----------
-# The objectives are written for one fold. ``group`` says which entry of λ rules which feature: all zeros is plain
-# ridge, ``arange`` is a penalty of its own for everyone.
+# The objectives are written for one fold. ``group`` holds for each feature the entry of λ that is its penalty: all
+# zeros is plain ridge, ``arange`` gives each feature its own penalty.
 
 
 def mse(w, data):
@@ -73,7 +73,7 @@ def tune(data, group, seed, callbacks=()):
 
 # %%
 # The data: 220 patients to learn and cross-validate on, 222 to test on. The second version has 30 more columns of pure
-# noise, as tables of measurements often do, though they seldom say so.
+# noise.
 
 
 def split(seed, noise):
@@ -94,7 +94,7 @@ def refit(data, penalties):
 # %%
 # One penalty: a gradient instead of a grid
 # -----------------------------------------
-# With a single λ the objective can be drawn, and the descent ends where a grid of 45 values has its minimum.
+# With a single λ the objective can be plotted, and the descent ends where a grid of 45 values has its minimum.
 
 data, _ = split(seed=0, noise=0)
 trail = []
@@ -139,11 +139,11 @@ noisy = tables["with 30 columns of noise"]
 groups_gain = float(np.mean(noisy["RidgeCV"]) - np.mean(noisy["two groups"]))
 
 # %%
-# On the plain data one penalty is all that 220 patients can pay for. Ten of them fit the five folds better and the test
-# data slightly worse: cross-validation, too, can be overfitted. With the noise this is plainer still. A penalty each
-# promises by far the least error on the folds and then gains little, if anything, on the test data, while two penalties
-# that follow what is known about the columns keep their promise and win clearly. What the gradient buys is the freedom
-# to choose *any* number of hyperparameters; the data still have to say what they should be.
+# On the plain data one penalty is best: 220 patients are too few for more. Ten penalties fit the five folds better and
+# the test data slightly worse, so cross-validation can be overfitted too. With the noise columns this is clearer still.
+# A penalty per feature has by far the least error on the folds, and gains little, if anything, on the test data. Two
+# penalties that use what is known about the columns are clearly the best there. The gradient lets you tune *any*
+# number of hyperparameters; how many to use still depends on the data.
 
 figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained", width_ratios=[1.2, 0.9, 1.1])
 axes[0].plot(grid, curve, color="C0", label="five-fold error on a grid")

@@ -8,9 +8,9 @@ every one of them:
 .. math:: \min_{\eta_1 \dots \eta_T} E(w_T), \qquad w_t = w_{t-1} + v_t,\quad
           v_t = \mu v_{t-1} - \eta_t \nabla L_t(w_{t-1}),
 
-by the gradient of the validation loss through the whole training. The rival is the best constant rate of a grid. A
-schedule that is tuned on one sequence of batches can learn that sequence by heart; with ``batches="new"`` every
-hyperiteration has batches of its own. All are compared on batches and starts that none has seen.
+by the gradient of the validation loss through the whole training. The baseline is the best constant rate of a grid.
+A schedule that is tuned on one sequence of batches can overfit that sequence; with ``batches="new"`` every
+hyperiteration has new batches. All are compared on new batches and new starts.
 """
 
 import os
@@ -74,7 +74,7 @@ def train_with(rates, seed=0, iterations=0, per="step", batches="same"):
 # %%
 # The best constant
 # -----------------
-# A grid of rates, each judged by the mean over some seeds, which are of the batches and of the network's start.
+# A grid of rates, each evaluated by the mean over several seeds of the batches and of the network's start.
 
 grid = np.geomspace(0.02, 0.5, 4 if QUICK else 8)
 losses = [np.mean([train_with(rate, seed, per="run").value for seed in range(SEEDS)]) for rate in grid]
@@ -84,12 +84,13 @@ print("constant rates:", ", ".join(f"{rate:.3f} gives {loss:.3f}" for rate, loss
 # %%
 # One rate per step
 # -----------------
-# Both schedules begin at the best constant: one is tuned on a single sequence of batches, the other on ever new ones.
+# Both schedules begin at the best constant: one is tuned on a single sequence of batches, the other on new ones each
+# time.
 
-by_heart = train_with(constant, iterations=ITERATIONS // 2)
+on_one_sequence = train_with(constant, iterations=ITERATIONS // 2)
 result = train_with(constant, iterations=ITERATIONS, batches="new")
 schedule = result.values["lr"]
-print(f"one sequence of batches: {by_heart}")
+print(f"one sequence of batches: {on_one_sequence}")
 print(f"new batches every time: {result}")
 
 # %%
@@ -102,7 +103,7 @@ def test_loss(rates, seed):
         return F.cross_entropy(train_with(rates, seed).model(test[0]), test[1]).item()
 
 
-rates = {"constant": constant, "one sequence": by_heart.values["lr"], "new batches": schedule}
+rates = {"constant": constant, "one sequence": on_one_sequence.values["lr"], "new batches": schedule}
 new_seeds = range(10, 12 if QUICK else 18)
 scores = {name: np.array([test_loss(rate, seed) for seed in new_seeds]) for name, rate in rates.items()}
 for name, found in scores.items():
@@ -115,7 +116,7 @@ learned, best_constant = scores["new batches"].mean(), scores["constant"].mean()
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
 steps = np.arange(1, STEPS + 1)
-left.plot(steps, by_heart.values["lr"], color="C2", linewidth=0.8, label="one sequence")
+left.plot(steps, on_one_sequence.values["lr"], color="C2", linewidth=0.8, label="one sequence")
 left.plot(steps, schedule, color="C0", label="new batches")
 left.axhline(constant, color="C1", linestyle="--", label="best constant")
 left.set(xlabel="step", ylabel="learning rate", yscale="log", title="One learning rate per step")

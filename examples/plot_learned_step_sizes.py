@@ -2,15 +2,15 @@ r"""
 Step sizes and momenta learned for a family of problems
 =======================================================
 
-A deep network of sigmoid units is a nuisance to train: the gradient shrinks from layer to layer, so a step size that
-is right for the last layer is far too small for the first. Tuning one number by hand settles for a compromise. Here the
+A deep network of sigmoid units is hard to train: the gradient shrinks from layer to layer, so a step size that
+is right for the last layer is far too small for the first. A single number tuned by hand is a compromise. Here the
 weights and the biases of each layer :math:`\ell` get a step size :math:`\eta_\ell` and a momentum :math:`\beta_\ell` of
 their own. Their logarithms and logits are λ, which is found by descending the validation loss after T steps of
 
 .. math:: v_\ell \leftarrow \beta_\ell v_\ell - \eta_\ell \nabla_\ell L, \qquad w_\ell \leftarrow w_\ell + v_\ell,
 
 through these steps. One λ serves a whole family of problems, telling two handwritten digits apart, and is then used on
-pairs of digits that it has never met, next to constants that were tuned by hand on the same pairs as λ.
+new pairs of digits, beside constants that were tuned by hand on the same pairs as λ.
 """
 
 import itertools
@@ -33,8 +33,8 @@ plt.style.use("tableau-colorblind10")
 # The family
 # ----------
 # Of the 45 pairs of digits, 25 are for learning λ and 20 are kept aside. A task is a batch of twelve pairs, each with
-# fresh examples and with a network of its own. Where a network begins is part of the task's data and w is what the
-# steps add to it, so that λ cannot get used to one particular start.
+# new examples and with a network of its own. The start of a network is part of the task's data and w is what the
+# steps add to it, so that λ cannot overfit one particular start.
 
 pixels, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
 pixels = pixels.float() / 16
@@ -134,8 +134,8 @@ lam = solution.outer
 print(solution.outcome)
 
 # %%
-# On pairs of digits that neither has met
-# ---------------------------------------
+# On new pairs of digits
+# ----------------------
 # Loss on test images along the way, and for as many steps again as λ was learned for.
 
 times = range(0, 2 * STEPS + 1, STRIDE)
@@ -151,9 +151,9 @@ hand_loss, adam_loss, learned_loss = (curve[STEPS // STRIDE] for curve in curves
 # %%
 # The learned steps are large where the gradient is small, in the first layers, and the momentum there is close to one.
 # No constant for all layers can do that: what the first layer needs makes the last one diverge. Adam, which gives every
-# weight a scale of its own, comes much closer, and draws level when given twice the steps that λ was learned for.
-# Where λ begins matters: from four times the step size found by hand nothing is learned in as many hyperiterations, the
-# loss stays at 0.694 and the constants win.
+# weight a scale of its own, comes much closer, and is as good with twice the steps that λ was learned for. The start
+# of λ matters: from four times the step size found by hand nothing is learned in as many hyperiterations, the loss
+# stays at 0.694, and the constants are better.
 # If Adam is good enough for you, it is the simpler choice; if a family of problems has to be solved over and over
 # within a budget of steps, learning the constants for exactly that budget pays.
 

@@ -2,7 +2,7 @@ r"""
 Every method on one problem
 ===========================
 
-How a hypergradient is computed is an argument, so all ways can be held side by side: what they cost in time and memory,
+How a hypergradient is computed is an argument, so all methods can be compared: what they cost in time and memory,
 and how far they are from :math:`\nabla f_T`, the gradient of what T steps compute, and from :math:`\nabla f`, that of
 their limit. Only the argument changes from row to row.
 """
@@ -98,8 +98,8 @@ worst_exact_error = max(rows[name][2] for name in exact)
 truncated_error = rows["Truncated(20)"][2]
 
 # %%
-# And one that does not apply: ``FirstOrder`` looks only at the outer objective, where this λ does not occur. It says so
-# instead of returning zeros.
+# And one that does not apply: ``FirstOrder`` differentiates only the outer objective, where this λ does not occur. It
+# raises an error instead of returning zeros.
 
 try:
     bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=STEPS, method=bl.FirstOrder())
@@ -107,11 +107,12 @@ except bl.BilevelError as error:
     print("BilevelError:", error)
 
 # %%
-# The exact methods agree and differ in what they pay: ``Spectral`` is the cheapest where the inner objective is
-# quadratic; ``Unrolled`` and ``Reverse`` work for every dynamics, and keep more with every step; ``Reversible`` keeps
-# almost nothing and needs momentum; ``Forward`` keeps a matrix, whatever T is, and slows down with the number of
-# hyperparameters. ``Implicit`` approximates the gradient of the limit, as well as T steps have reached it. Truncation
-# drops what happened early, and on a problem that has not forgotten it after twenty steps much of the gradient is gone.
+# The exact methods agree and differ in their costs. ``Spectral`` is the cheapest where the inner objective is
+# quadratic. ``Unrolled`` and ``Reverse`` work for every dynamics, and their memory grows with T. ``Reversible`` keeps
+# almost nothing and needs momentum. ``Forward`` keeps a matrix, whatever T is, and slows down with the number of
+# hyperparameters. ``Implicit`` approximates the gradient of the limit; the closer :math:`w_T` is to the limit, the
+# better. ``Truncated`` drops the early steps. Here they still matter after twenty steps, so much of the gradient is
+# lost.
 
 figure, panels = plt.subplots(1, 3, figsize=(12, 4.4), sharey=True, layout="constrained")
 places, colours = range(len(rows)), ["C0" if name in exact else "C1" for name in rows]
@@ -122,7 +123,7 @@ panels[1].bar(0, 0, color="C0", label="exact")
 panels[1].bar(0, 0, color="C1", label="approximate")
 panels[1].legend(frameon=False, loc="lower right")
 for column, marker, colour, label in ((2, "o", "C0", r"$\nabla f_T$"), (3, "D", "C5", r"$\nabla f$")):
-    # What is equal to the last bit has no logarithm.
+    # An error of exactly 0 has no logarithm.
     panels[2].semilogx(
         [max(row[column], 1e-16) for row in rows.values()], places, marker, color=colour, label=f"from {label}"
     )

@@ -3,12 +3,12 @@ Many tasks, one shared start or one common model
 ================================================
 
 Forty regression tasks with ten examples each for twenty unknowns: none of them can be solved alone. But they are
-related. The true weights of task :math:`j` lie around a centre that nobody knows. Section 2.2 of the paper names two
+related. The true weights of task :math:`j` lie around an unknown centre. Section 2.2 of the paper names two
 ways to make use of that, both with a λ that all tasks share:
 
-* a **shared start**: :math:`w^j_0 = \lambda`, and a few steps of gradient descent are all that a task may do;
-* a **common model**: predictions are :math:`\langle w^j + \lambda, x \rangle`, with a penalty on :math:`w^j`, so that a
-  task says how it differs from the others.
+* a **shared start**: :math:`w^j_0 = \lambda`, and each task takes a few steps of gradient descent from there;
+* a **common model**: predictions are :math:`\langle w^j + \lambda, x \rangle`, with a penalty on :math:`w^j`, so that
+  :math:`w^j` is what differs from the other tasks.
 
 Either λ is learned by minimising the error on each task's validation examples after training on its ten,
 
@@ -63,7 +63,7 @@ def draw(spread):
 # Three problems
 # --------------
 # The start is learned together with the step size, the common model together with its penalty; learning alone gets a
-# penalty that is tuned in the same way. So each has one number to say how far a task may move.
+# penalty that is tuned in the same way. So each has one number that controls how far a task may move.
 
 rows = torch.zeros(TASKS, UNKNOWNS)
 shared_start = bl.Problem(
@@ -149,11 +149,10 @@ start_error, common_error = curves["shared start"][at], curves["common model"][a
 alone_error, pooled_error = curves["each alone"][at], curves["pooled"][at]
 
 # %%
-# Where tasks are almost copies of each other, one pooled model is the best one can do, and where they have little in
-# common it is worse than learning alone. The two shared λ need not be told which case it is: the learned step size, or
-# the learned penalty, says how far a task should go from the common ground, and they stay at or near the best all along
-# the way. The right panel shows new tasks at a spread of 0.3, step by step: the learned start is good for a few steps,
-# which is what it was learned for.
+# Where tasks are almost equal, one pooled model is best; where they have little in common it is worse than learning
+# alone. The two shared λ adapt to both cases: the learned step size, or the learned penalty, controls how far a task
+# moves from the shared part, and they are at or near the best for every spread. The right panel shows new tasks at a
+# spread of 0.3, step by step: the learned start is good for a few steps, which is what it was learned for.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 styles = {"pooled": ("C3", ":"), "each alone": ("C2", "--"), "shared start": ("C0", "-"), "common model": ("C5", "-")}

@@ -2,14 +2,14 @@ r"""
 A penalty for every feature of a wide table
 ===========================================
 
-A table with more columns than rows, most of which have nothing to say. Ridge regression has one penalty for all of
-them: large enough to silence the noise it silences the signal too. :class:`bilevel.estimators.BilevelRidge` minimises
+A table has more columns than rows, and most columns are noise. Ridge regression has one penalty for all of them: if it
+is large enough to suppress the noise, it suppresses the signal too. :class:`bilevel.estimators.BilevelRidge` minimises
 
 .. math:: f(\lambda) = \sum_k E_k(w^k_\lambda), \qquad
           w^k_\lambda = \arg\min_w \sum_i (y_i - x_i w)^2 + \sum_j e^{\lambda_j} w_j^2,
 
 over one :math:`\lambda_j` per column, by hypergradients of the cross-validation. Here are 400 of them, and what they
-buy; and a table in which every column counts, where they buy nothing.
+gain; and a table in which every column matters, where they gain nothing.
 """
 
 import os
@@ -21,24 +21,24 @@ from sklearn.linear_model import LassoCV, RidgeCV
 from bilevel.estimators import BilevelRidge
 
 QUICK = bool(os.environ.get("BILEVEL_QUICK"))
-ROWS, COLUMNS, TELLING, SEEDS = (60, 120, 5, 2) if QUICK else (120, 400, 8, 8)
+ROWS, COLUMNS, INFORMATIVE, SEEDS = (60, 120, 5, 2) if QUICK else (120, 400, 8, 8)
 plt.style.use("tableau-colorblind10")
 
 # %%
 # One table
 # ---------
-# The first few columns tell something about the target, the rest are noise.
+# The first few columns are informative, the rest are noise.
 
 
-def table(seed, telling):
+def table(seed, informative):
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(ROWS + 2000, COLUMNS))
-    signal = X[:, :telling] @ (rng.choice([-1, 1], telling) * rng.uniform(0.5, 1.5, telling))
+    signal = X[:, :informative] @ (rng.choice([-1, 1], informative) * rng.uniform(0.5, 1.5, informative))
     y = signal + 0.5 * signal.std() * rng.normal(size=len(X))
     return X[:ROWS], y[:ROWS], X[ROWS:], y[ROWS:]
 
 
-X, y, X_test, y_test = table(0, TELLING)
+X, y, X_test, y_test = table(0, INFORMATIVE)
 ridge = RidgeCV(alphas=np.logspace(-2, 5, 50)).fit(X, y)
 model = BilevelRidge().fit(X, y)
 print(model.method_)
@@ -46,10 +46,10 @@ print(f"{model.n_iter_} hypergradients in {model.history_['seconds'][-1]:.1f} s.
 print(f"R² on new rows: RidgeCV {ridge.score(X_test, y_test):.3f}, ours {model.score(X_test, y_test):.3f}")
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-noise = slice(TELLING, None)
+noise = slice(INFORMATIVE, None)
 places = np.arange(COLUMNS)
 left.semilogy(places[noise], model.alpha_[noise], ".", color="C2", markersize=3, label="noise")
-left.semilogy(places[:TELLING], model.alpha_[:TELLING], "o", color="C1", label="columns that tell something")
+left.semilogy(places[:INFORMATIVE], model.alpha_[:INFORMATIVE], "o", color="C1", label="informative columns")
 left.axhline(ridge.alpha_, color="C0", linestyle="--", label="RidgeCV's one penalty")
 left.set(xlabel="column", ylabel="penalty", title="Tuned penalties")
 left.legend(fontsize=8)
@@ -60,9 +60,9 @@ right.legend(fontsize=8)
 plt.show()
 
 # %%
-# How the criterion fell: first along one penalty for all, then the penalties go their own ways, held together by the
-# *tether*, whose strength nested cross-validation chose. Without it the criterion would fall further, and the error on
-# new rows would rise: 400 penalties can fit the folds by heart.
+# How the criterion fell: first with one penalty for all, then with one for each column. The *tether* pulls these
+# towards a common value; nested cross-validation chose its strength. Without it the criterion would fall further, and
+# the error on new rows would rise: 400 penalties can overfit the folds.
 
 free = BilevelRidge(tether=0).fit(X, y)
 for name, tuned in (("tether chosen", model), ("no tether", free)):
@@ -81,9 +81,9 @@ plt.show()
 # %%
 # Many tables, and where it does not help
 # ---------------------------------------
-# The same for several tables, beside the lasso, which was made for this and is the better tool when nothing else is
-# asked; and for tables in which every column counts. There the lasso fails, and the tether should come out as infinite:
-# one penalty for all.
+# The same for several tables, beside the lasso, which was made for this case and is the better tool for it; and for
+# tables in which every column matters. There the lasso fails, and the tuned tether should be infinite: one penalty for
+# all.
 
 rivals = {
     "RidgeCV": lambda: RidgeCV(alphas=np.logspace(-2, 5, 50)),
@@ -91,11 +91,11 @@ rivals = {
     "BilevelRidge": BilevelRidge,
 }
 errors = {}
-for kind, telling in (("a few columns tell", TELLING), ("every column tells", COLUMNS)):
+for kind, informative in (("a few informative", INFORMATIVE), ("all informative", COLUMNS)):
     for name, build in rivals.items():
         scores = []
         for seed in range(SEEDS):
-            X, y, X_test, y_test = table(seed, telling)
+            X, y, X_test, y_test = table(seed, informative)
             scores.append(1 - build().fit(X, y).score(X_test, y_test))
         errors[kind, name] = np.array(scores)
         spread = errors[kind, name].std(ddof=1) / np.sqrt(SEEDS)
@@ -109,13 +109,11 @@ for place, kind in enumerate(dict.fromkeys(kind for kind, _ in errors)):
         axes.plot(
             found.mean(), place + 0.2 * (shift - 1), "D", color=colour, markersize=8, label=None if place else name
         )
-axes.set_yticks(range(2), ["a few columns tell", "every column tells"])
+axes.set_yticks(range(2), ["a few informative", "all informative"])
 axes.set(xlabel="1 − R² on new rows (each dot a table, diamonds the mean)", xlim=(0, None))
 axes.legend(fontsize=8)
 plt.show()
 
-ridge_error = errors["a few columns tell", "RidgeCV"].mean()
-own_error = errors["a few columns tell", "BilevelRidge"].mean()
-loss_where_useless = (
-    errors["every column tells", "BilevelRidge"].mean() / errors["every column tells", "RidgeCV"].mean()
-)
+ridge_error = errors["a few informative", "RidgeCV"].mean()
+own_error = errors["a few informative", "BilevelRidge"].mean()
+loss_where_useless = errors["all informative", "BilevelRidge"].mean() / errors["all informative", "RidgeCV"].mean()

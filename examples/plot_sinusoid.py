@@ -3,8 +3,8 @@ A learned start for sinusoids
 =============================
 
 Draw an amplitude from [0.1, 5] and a phase from [0, π], show a network ten points of the sine wave, and let it take
-five gradient steps. From a random start that is hopeless. From a start λ that was learned over many such waves (the
-idea of MAML) it is enough: λ is the minimiser of the error *after* the five steps.
+five gradient steps. From a random start, five steps are not enough. From a start λ that was learned over many such
+waves (the idea of MAML) they are enough: λ is the minimiser of the error *after* the five steps.
 
 We write the network's weights as :math:`\lambda + w` with :math:`w_0 = 0`. That is the same as starting at λ, because
 only the sum matters, and it makes λ visible in the outer objective too,
@@ -35,7 +35,7 @@ plt.style.use("tableau-colorblind10")
 # Waves
 # -----
 # A batch of waves is one ``Task`` whose tensors have a leading axis of waves; ten points to learn from, and others to
-# judge by.
+# evaluate on.
 
 
 def draw(waves, seed, judged_by=POINTS):
@@ -84,7 +84,7 @@ def problem(waves):
 
 
 # %%
-# Three ways to a start
+# Three ways to find a start
 # ---------------------
 # With no steps at all, T = 0, the same code is ordinary training on all waves at once; their mean is nearly flat, so
 # there is not much to learn that way.
@@ -132,9 +132,9 @@ random_error, first_order_error, reverse_error = (
 
 # %%
 # A random start learns nothing in ten steps of this size; training on all waves halves the error. A start that was
-# learned through the steps is adapted in five, and goes on improving after the five that it was made for. The
-# first-order gradient costs less per hyperiteration and gets most of the way; the term that it drops is worth a factor
-# of two here.
+# learned through the steps is adapted in five, and improves further after the five that it was learned for. The
+# first-order gradient costs less per hyperiteration and gains most of this; the term that it drops is worth a factor of
+# two here.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 styles = {"random start": ("C2", ":"), "trained on all waves (T = 0)": ("C3", "--")}

@@ -3,7 +3,7 @@ Meta-learning in PyTorch Lightning
 ==================================
 
 A ``LightningModule`` whose ``training_step`` returns ``bl.objective(...)`` needs nothing else: Lightning calls
-``.backward()``, clips, steps the optimiser and the scheduler, logs, and writes checkpoints from which it can go on.
+``.backward()``, clips, steps the optimiser and the scheduler, logs, and writes checkpoints from which it can resume.
 
 The tasks are sine curves of any amplitude and phase, seen at ten noisy points. The outer variable is a network whose
 features let ten steps of gradient descent on a *linear* model fit such a curve.
@@ -30,7 +30,7 @@ EPOCHS, EPISODES, FEATURES = (4, 160, 32) if QUICK else (20, 400, 32)
 # %%
 # Episodes
 # --------
-# Episode i is a function of i, so a run that goes on from a checkpoint sees what the first would have seen. A loader
+# Episode i is a function of i, so a run that is resumed from a checkpoint sees the same episodes. A loader
 # yields tuples of tensors, because Lightning moves those to the device; the training step makes a ``bl.Task`` of each.
 
 
@@ -97,10 +97,10 @@ class HyperFeatures(L.LightningModule):
 
 
 # %%
-# Training, stopping, going on
+# Training, stopping, resuming
 # ----------------------------
-# The inner steps need gradients in validation too, and ``torch.inference_mode`` forbids them for good: hence
-# ``inference_mode=False``. Half of the epochs are run, then another trainer goes on from the checkpoint.
+# The inner steps need gradients in validation too, and tensors made in ``torch.inference_mode`` can never have them:
+# hence ``inference_mode=False``. Half of the epochs are run, then another trainer resumes from the checkpoint.
 
 folder = Path(tempfile.mkdtemp())
 

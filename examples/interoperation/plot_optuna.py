@@ -4,8 +4,8 @@ Optuna around the gradients
 
 Some choices have no gradient: the width of a network, how many inner steps, which inner optimiser. Optuna is good at
 those. Others do have one, and there may be many of them: here a weight for each of 20 sources of labels, some of which
-are careless, a weight decay and a learning rate. In every trial Optuna makes the three discrete choices and
-hypergradients the 22 continuous ones; trials whose validation loss stays behind are pruned.
+are unreliable, a weight decay and a learning rate. In every trial Optuna makes the three discrete choices and
+hypergradients tune the 22 continuous values; trials with a poor validation loss are pruned.
 
 The comparison is Optuna alone, which begins at the same point, samples all 25 and may take as many inner steps. (Where
 there are only two or three continuous numbers, Optuna alone is the simpler choice.)
@@ -28,7 +28,7 @@ TRIALS, HYPERITERATIONS, LENGTHS = (4, 12, [20]) if QUICK else (12, 25, [25, 50]
 # %%
 # Digits with labels from 20 sources
 # ----------------------------------
-# Each source labelled 25 pictures. Eight of them guessed most of the time; nobody tells us which.
+# Each source labelled 25 pictures. Eight of them guessed most of the time; it is not known which.
 
 SOURCES, EACH = 20, 25
 START = {"weight": [1.0] * SOURCES, "decay": -7.0, "rate": -2.0}
@@ -152,10 +152,10 @@ rival.optimize(alone, catch=(bl.DivergenceError,))
 # %%
 # The result
 # ----------
-# Optuna's ``value`` comes back from the attribute ``lam`` whenever it is needed. Who wins depends on the
-# budget: descending takes a number of hyperiterations before it pays, and each of them costs as many inner steps as a
-# trial of Optuna alone. With ``TRIALS, HYPERITERATIONS, LENGTHS = 4, 10, [10, 20]``, 814 inner steps, Optuna alone won,
-# with a validation loss of 0.337 against 0.472.
+# The attribute ``lam`` of a trial reproduces its ``value``. Which of the two is better depends on the budget: the
+# descent needs several hyperiterations, and each of them costs as many inner steps as a trial of Optuna alone. With
+# ``TRIALS, HYPERITERATIONS, LENGTHS = 4, 10, [10, 20]``, 814 inner steps, Optuna alone was better, with a validation
+# loss of 0.337 against 0.472.
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
 accuracy, learned = [], []

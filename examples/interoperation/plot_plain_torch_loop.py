@@ -4,7 +4,7 @@ A training loop of your own
 
 ``bl.objective(...)`` returns :math:`f_T(\\lambda)` as a scalar tensor, and ``.backward()`` fills the ``.grad`` of every
 hyperparameter. From there on it is ordinary PyTorch: hyperparameters are ``nn.Parameter``\\ s of a module, any
-``torch.optim`` class updates them, gradients can be clipped, a scheduler lowers the step size, TensorBoard can watch.
+``torch.optim`` class updates them, gradients can be clipped, a scheduler lowers the step size, TensorBoard logs it.
 
 Here a small network learns digits from 150 pictures. Its learning rate, its momentum and a weight decay for each layer
 are learned on 600 others. At the end they are given to ``torch.optim.SGD``, which arrives at the same network.
@@ -84,7 +84,7 @@ problem = bl.Problem(inner, outer, init=lambda lam: w0)
 hyper = Hyperparameters()
 optimizer = torch.optim.Adam(hyper.parameters(), lr=0.2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, HYPERITERATIONS)
-# In earnest a folder of yours, to look at with ``tensorboard --logdir FOLDER``.
+# For your own runs use a folder that you keep, and view it with ``tensorboard --logdir FOLDER``.
 writer = SummaryWriter(tempfile.mkdtemp()) if SummaryWriter else None
 history = []
 for k in range(HYPERITERATIONS):
@@ -111,8 +111,8 @@ rate, momentum, decay = lam["log_lr"].exp(), lam["momentum"].sigmoid(), lam["log
 print(f"rate {rate:.3f}, momentum {momentum:.3f}, weight decay {decay[0]:.2e} and {decay[1]:.2e}")
 
 # %%
-# Take them home
-# --------------
+# Use them in torch.optim
+# -----------------------
 # They are settings of ``torch.optim.SGD``. The same steps from the same start lead to the same validation loss.
 
 sgd = torch.optim.SGD(

@@ -2,9 +2,9 @@
 Ray Tune around the gradients
 =============================
 
-Ray Tune runs trials side by side, on the cores of one machine or on many. As with Optuna it is left with what has no
-gradient, here the width of a network and its activation. In every trial hypergradients learn the rest: a learning rate
-for each of the inner steps and a weight decay for each layer.
+Ray Tune runs trials side by side, on the cores of one machine or on many. As in the example with Optuna, it searches
+over what has no gradient, here the width of a network and its activation. In every trial hypergradients learn the rest:
+a learning rate for each of the inner steps and a weight decay for each layer.
 """
 
 import os
@@ -75,7 +75,7 @@ def trial(config):
 # The search
 # ----------
 # ``ray.init()`` alone takes all cores; ``ray.init(address=...)`` joins a cluster. ``TuneConfig`` also takes a
-# ``scheduler`` such as ``ASHAScheduler()``, which stops trials that stay behind.
+# ``scheduler`` such as ``ASHAScheduler()``, which stops poor trials.
 
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
 tuner = tune.Tuner(
