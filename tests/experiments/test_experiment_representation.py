@@ -189,7 +189,7 @@ def test_the_map_is_of_unseen_classes(quick, subject):
     # All drawings but the one of the support set.
     assert np.bincount(found.labels).tolist() == [19] * 6 and found.points.shape == (6 * 19, 2)
     for name, thumbnail in zip(found.names, found.thumbnails, strict=True):
-        titles = [label for label, title in enumerate(one.data.classes) if _class_names.called(title) == name]
+        titles = [label for label, title in enumerate(one.data.classes) if _class_names.readable(title) == name]
         drawings = one.data.images[one.data.labels == titles[0]] / 255
         assert min(np.abs(drawings - thumbnail).max((1, 2, 3))) < 1e-6
 

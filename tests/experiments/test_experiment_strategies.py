@@ -10,8 +10,8 @@ from bilevel import BilevelError, learners
 from bilevel.errors import DivergenceError
 from bilevel.experiments import few_shot, strategies
 from bilevel.experiments._peak_memory import peak_memory
+from bilevel.experiments._strategies_notes import UNFINISHED
 from bilevel.experiments._strategies_published import COLUMNS, PUBLISHED
-from bilevel.experiments._strategies_words import UNFINISHED
 from bilevel.experiments.base import reproduce
 from bilevel.experiments.strategies import PROBLEMS, TABLE_3, StrategiesSettings, StrategyScore
 from few_scripts import drawn
@@ -141,7 +141,7 @@ def test_a_learner_below_the_pixels_is_a_defect():
 )
 def test_what_the_numbers_say_of_the_claim(problem, best, words):
     rows = [score("hyper-representation", 0.94), score("snail", best), score("maml", 0.5), score("pixels", 0.97, False)]
-    (told,) = strategies.claim_in_words(problem, rows)
+    (told,) = strategies.claim_notes(problem, rows)
     assert words in told and "of 3 trained learners" in told and "Below it: maml." in told
     assert f"number {1 if best < 0.95 else 2} of" in told
     assert ("intervals: snail." in told) == (best > 0.95)

@@ -231,7 +231,7 @@ def test_what_the_ends_say(ends, words):
         steps: curve(steps, end, 10, score)
         for steps, end, score in zip((3, 5, 8), ends, (0.5, 0.6, 0.595), strict=True)
     }
-    text = validate_t.in_words("glyphs", rows)
+    text = validate_t.stopping_note("glyphs", rows)
     assert words in text and "T = 5 is best" in text and "T = 8 came within" in text
 
 

@@ -22,7 +22,7 @@ from bilevel.errors import BilevelError
 
 @dataclass(frozen=True)
 class Description:
-    """What can be said about an experiment without importing it: its name, the first line of its docstring, and its
+    """What is known about an experiment without importing it: its name, the first line of its docstring, and its
     place in the paper."""
 
     name: str

@@ -15,11 +15,13 @@ MINIIMAGENET: dict[str, str] = DOGS | _named["others"]
 KIN = {"miniimagenet": "both are dogs", "omniglot": "of one alphabet", "glyphs": "of one script"}
 
 
-def called(title: str) -> str:
-    """The name of a class as one would say it.
+def readable(title: str) -> str:
+    """A readable name of a class.
 
-    >>> called("n02110063"), called("Alphabet_of_the_Magi/character01"), called("hebrew/U+05D0 HEBREW LETTER ALEF")
-    ('malamute', 'Alphabet of the Magi 1', 'hebrew alef')
+    >>> readable("n02110063"), readable("Alphabet_of_the_Magi/character01")
+    ('malamute', 'Alphabet of the Magi 1')
+    >>> readable("hebrew/U+05D0 HEBREW LETTER ALEF")
+    'hebrew alef'
     """
     if title in MINIIMAGENET:
         return MINIIMAGENET[title]
@@ -27,11 +29,13 @@ def called(title: str) -> str:
     return f"{drawn[1].replace('_', ' ')} {drawn[2]}" if drawn else class_name(title)
 
 
-def kin(one: str, other: str) -> bool:
-    """Whether two classes are alike by what is known of them: dogs, or characters of one alphabet.
+def related(one: str, other: str) -> bool:
+    """Whether two classes are known to be similar: two dogs, or two characters of one alphabet.
 
-    >>> kin("n02110063", "n02113712"), kin("n02110063", "n04596742"), kin("Greek/character01", "Greek/character24")
-    (True, False, True)
+    >>> related("n02110063", "n02113712"), related("n02110063", "n04596742")
+    (True, False)
+    >>> related("Greek/character01", "Greek/character24")
+    True
     """
     if "/" in one and "/" in other:
         return one.partition("/")[0] == other.partition("/")[0]

@@ -32,14 +32,14 @@ def draw_curves(path: Path, runs: Mapping[str, Any]) -> None:
             ring: Any = {"markeredgecolor": "white", "markeredgewidth": 1.2, "zorder": 6, "clip_on": False}
             dots(right, *peak, colours[name], size=7, **ring)
         for axes in (left, right):
-            # The beginning, where most happens, gets room without losing the end.
+            # A scale that shows the first hyperiterations, where most changes, at a larger size.
             last = len(one["value"]) - 1
             axes.set_xscale("function", functions=(lambda x: np.sqrt(np.maximum(x, 0)), np.square))
             axes.set_xlim(0, last)
             axes.set_xticks([tick for tick in (0, 10, 50, 100, 200, 300, 500, 750, 1000, 2000) if tick <= last])
         starts, lows = zip(*((one["value"][0], min(one["value"])) for one in runs.values()), strict=True)
         left.set_ylim(0.9 * min(lows), 1.03 * max(starts))
-        # What is to be compared lies close together; low accuracies at the start may leave the picture.
+        # The accuracies to compare lie close together; low ones at the start may be cut off.
         lowest = min(100 * one["test accuracy"][-1] for one in runs.values())
         best = max(100 * one["peak"]["accuracy"] for one in runs.values())
         right.set_ylim(max(0, lowest - 7), best + 0.7)

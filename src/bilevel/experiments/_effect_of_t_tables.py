@@ -1,4 +1,4 @@
-"""What the runs with different T say, beside what the paper says: tables and sentences computed from the numbers."""
+"""Results of the runs with different T beside the paper's: tables and sentences computed from the numbers."""
 
 from __future__ import annotations
 

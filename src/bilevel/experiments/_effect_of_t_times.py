@@ -16,7 +16,7 @@ import bilevel as bl
 from bilevel.experiments._feature_map import Batch, FeatureMapData, feature_map
 
 METHODS: dict[str, bl.Method] = {"Reverse": bl.Reverse(), "Spectral": bl.Spectral()}
-# The steps that one step's share is measured with, for every size of H.
+# Numbers of steps from which the time of one step is computed, for every size of H.
 FEW, MANY = 4, 32
 
 
@@ -30,7 +30,7 @@ class Hyperiteration:
             self.h = torch.eye(height, self.h.shape[1], dtype=self.h.dtype)
             self.data = replace(data, train=_of_height(data.train, height), val=_of_height(data.val, height))
         self.dynamics = bl.GradientDescent(lr)
-        # Kept from call to call, as in the outer loop, because a problem remembers that it has been checked.
+        # Kept from call to call, as in the outer loop, so that the problem's checks are made once.
         self.problems = {exact: feature_map(self.data, rho, exact) for exact in (True, False)}
 
     def __call__(self, steps: int | None, method: bl.Method) -> bl.Hypergradient:
@@ -43,10 +43,10 @@ class Hyperiteration:
 def measure(
     data: FeatureMapData, rho: float, lr: float, steps: Sequence[int], heights: Sequence[int], repeats: int, begin: Any
 ) -> dict[str, Any]:
-    """The least of `repeats` measurements, all taken in turn so that a slow minute of the machine hits all alike.
+    """The least of `repeats` measurements, taken in turn, so that a slow minute of the machine affects all alike.
 
-    Processor time of this thread, not time on the wall. Other programs can still take its caches away, which only ever
-    adds to a time: on a busy machine the least ratios of two runs agreed within 3 %, those of medians within 15 %.
+    It measures processor time of this thread, not wall time. Other programs can still evict its caches, which only adds
+    to a time: on a busy machine the least ratios of two runs agreed within 3 %, those of medians within 15 %.
     """
     whole = Hyperiteration(data, rho, lr)
     sized = {height: Hyperiteration(data, rho, lr, height) for height in heights}
@@ -104,7 +104,7 @@ def line(steps: Sequence[int], seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _of_height(data: Batch, height: int) -> Batch:
-    """The features cut, or repeated, to another number of them: H then has so many rows, and w the size it had."""
+    """The features cut, or repeated, to another number of them: H then has `height` rows, and w keeps its size."""
     x, y = data
     copies: Tensor = x.repeat(1, -(-height // x.shape[1]))
     return copies[:, :height].contiguous(), y

@@ -101,8 +101,8 @@ def _episode(axes: Axes, shown: Shown, kind: str) -> None:
                 color=BLUE if good else RED,
                 fontweight="normal" if good else "bold",
             )
-    words = "1 example" if shots == 1 else f"{shots} examples"
-    axes.text(shots * APART / 2 - 0.06, -0.2, words, ha="center", va="bottom", fontsize=9.5)
+    heading = "1 example" if shots == 1 else f"{shots} examples"
+    axes.text(shots * APART / 2 - 0.06, -0.2, heading, ha="center", va="bottom", fontsize=9.5)
     some = "" if each == every else f" ({each} of {every}, mistakes first)"
     axes.text(start, -0.2, f"new drawings and answers{some}", ha="left", va="bottom", fontsize=9.5)
     which = "the first" if shown.right == shown.queries else "the first with a mistake"

@@ -22,7 +22,7 @@ class KnownProblem:
     """A problem at one λ, with the truth about it.
 
     Attributes:
-        name: a word or two for it.
+        name: a short name.
         title: what it is.
         lr: η of gradient descent.
         mu: the modulus of strong convexity where theory gives it; None leaves it to the certificate.

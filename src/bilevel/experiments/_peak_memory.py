@@ -12,12 +12,12 @@ def peak_memory(call: Callable[[], object]) -> int | None:
     """The peak of the resident memory during `call` above what is resident before it, in bytes.
 
     The call runs twice, and the second time is measured, so that what it keeps (caches, imports) does not count. None
-    where the operating system does not say: it needs Linux's /proc, and a C library that returns freed memory.
+    where it cannot be measured: this needs Linux's /proc, and a C library that returns freed memory.
     """
     call()
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # else the call would fill what an earlier one has freed, and show no growth
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise the call would reuse freed memory, and show no growth
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts again from the present
     except (OSError, AttributeError):

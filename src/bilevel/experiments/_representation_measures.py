@@ -46,7 +46,7 @@ def extremes(table: Tensor) -> dict[str, tuple[int, int]]:
 
 
 def separation(features: Tensor, labels: Tensor) -> Separation:
-    """How far classes are apart, and how wide."""
+    """Distances between and within classes."""
     table = distances(features, features)
     same = labels[:, None] == labels
     others = ~torch.eye(len(labels), dtype=torch.bool)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.experiments._class_names import called
+from bilevel.experiments._class_names import readable
 from bilevel.plotting import BLACK, BLUE, COLOURS, GREEN, GREY, picture, show_image
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # A class has a colour and a shape, so that more classes than colours can be told apart.
-LOOKS = (*COLOURS, BLACK)
+CLASS_COLOURS = (*COLOURS, BLACK)
 SHAPES = "os^DvP"
 # The side of a thumbnail, as a share of the map's.
 THUMBNAIL = 0.075
@@ -83,7 +83,7 @@ def _pair(row: Any, pair: ImagePair, highest: float) -> None:
         for side in axes.spines.values():
             side.set(visible=True, color=colour, linewidth=2)
         axes.set_title(role, color=colour, fontsize=10.5)
-        name = textwrap.fill(textwrap.shorten(called(title), 46, placeholder="…"), 18)
+        name = textwrap.fill(textwrap.shorten(readable(title), 46, placeholder="…"), 18)
         axes.set_xlabel(name, fontsize=10, linespacing=1.1)
     axes = row[1]
     at = np.arange(len(pair.components))
@@ -104,21 +104,21 @@ def _on_paper(image: NDArray[Any]) -> NDArray[Any]:
 
 
 def draw_maps(path: Path, maps: Sequence[ClassMap]) -> None:
-    """Save the maps side by side; a class looks the same in all of them."""
+    """Save the maps side by side; a class has the same colour and shape in all of them."""
     # Colours go round from left to right of the first map, so that neighbours differ in theirs.
     rank = _centres(maps[0].points, maps[0].labels)[:, 0].argsort().argsort().tolist()
-    looks = [(LOOKS[i % len(LOOKS)], SHAPES[i // len(LOOKS) % len(SHAPES)]) for i in rank]
+    styles = [(CLASS_COLOURS[i % len(CLASS_COLOURS)], SHAPES[i // len(CLASS_COLOURS) % len(SHAPES)]) for i in rank]
     with picture(path, width=6.6 * len(maps), height=7.3) as figure:
         for axes, shown in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
-            _map(axes, shown, looks)
+            _map(axes, shown, styles)
 
 
-def _map(axes: Axes, shown: ClassMap, looks: Sequence[tuple[str, str]]) -> None:
+def _map(axes: Axes, shown: ClassMap, styles: Sequence[tuple[str, str]]) -> None:
     points = _in_unit_square(shown.points)
     centres = _centres(points, shown.labels)
     free = places(centres, points, THUMBNAIL * 1.12)
     for label, (centre, place) in enumerate(zip(centres, free, strict=True)):
-        colour, shape = looks[label]
+        colour, shape = styles[label]
         mine = points[shown.labels == label]
         axes.scatter(mine[:, 0], mine[:, 1], s=17, color=colour, marker=shape, linewidths=0, alpha=0.85, zorder=2)
         axes.plot(*zip(centre, place, strict=True), color=colour, linewidth=1, zorder=3)

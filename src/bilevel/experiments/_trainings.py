@@ -1,4 +1,4 @@
-"""What the experiments that train few-shot learners share: their problems, resumable trainings, and judging."""
+"""What the experiments that train few-shot learners share: problems, resumable trainings, and evaluation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FinishedTraining:
 
 
 def check_datasets(names: Sequence[str], **per_dataset: Sequence[Any]) -> None:
-    """Refuse data sets that are no problem of ours, and settings that do not have one value for each."""
+    """Refuse data sets without a problem in `PROBLEMS`, and settings that do not have one value for each data set."""
     unknown = [name for name in names if name not in PROBLEMS]
     require(
         bool(names) and not unknown,
@@ -72,7 +72,7 @@ def open_all(names: Sequence[str]) -> dict[str, ImageDataset]:
 
 
 def command_of(name: str, settings: ExperimentSettings) -> str:
-    """The command that has these settings, whatever was said on the command line (`--quick`, say)."""
+    """The command that has these settings, however they were given (by `--quick`, for example)."""
     usual, given = type(settings)(), [f.name for f in fields(settings)]
     texts = {name: as_text(getattr(settings, name)) for name in given}
     changed = {name: text for name, text in texts.items() if text != as_text(getattr(usual, name))}
@@ -87,7 +87,7 @@ def train(
     progress: bool | None,
     kind: Callable[[TrainingSettings, ImageDataset], FewShotTraining] = FewShotTraining,
 ) -> FinishedTraining:
-    """Train in the folder, or go on with, or just read, what is there; the learner has its best weights."""
+    """Train in the folder: resume an unfinished run, only read a finished one. The learner gets its best weights."""
     job = kind(settings, data)
     ending = train_in(path, job, command, path.name, progress)
     job.learner.set_weights(read_tensors(RunFolder(path).best)[0])
@@ -99,8 +99,8 @@ def train(
     return FinishedTraining(job.learner, settings, stopped, ending.iteration, ending.best_iteration, minutes, curve)
 
 
-def problem_in_words(training: TrainingSettings) -> str:
-    """What is learned, and with which network."""
+def problem_title(training: TrainingSettings) -> str:
+    """The data set, ways, shots and network of a training."""
     pixels = f" on {training.image_size}×{training.image_size} pixels" if training.image_size else ""
     return f"{training.dataset} {training.ways}-way {training.shots}-shot, {training.network}{pixels}"
 
@@ -124,9 +124,9 @@ class JudgedTraining:
 def judge_with_steps(
     trained: FinishedTraining, data: ImageDataset, sizes: Sequence[float], validation_episodes: int, test_episodes: int
 ) -> JudgedTraining:
-    """After T steps, T that of the training. `step_bound` keeps every step below 1/ν, so that none diverges."""
+    """Evaluate after T steps, the T of the training. `step_bound` keeps every step below 1/ν, so that none diverges."""
     learner, steps = trained.learner, trained.settings.steps
-    learner.batch_norm = "episode"  # the paper's, for everybody
+    learner.batch_norm = "episode"  # the paper's mode, for all learners
     settings = replace(trained.settings, train_shots=0, outer="query")
 
     def score(split: str, size: float, count: int) -> EpisodeScore:
@@ -142,7 +142,7 @@ def judge_with_steps(
 def over_seeds(found: Sequence[JudgedTraining]) -> JudgedTraining:
     """The mean over trainings from several seeds.
 
-    Its interval knows both sources of noise: the episodes' intervals, and how far the seeds' means are apart.
+    Its interval includes both sources of noise: the episodes' intervals, and the spread of the seeds' means.
 
     >>> round(over_seeds([JudgedTraining(0.1, 0.5, 0.6, 0.03), JudgedTraining(0.1, 0.5, 0.6, 0.03)]).interval, 6)
     0.021213

@@ -1,4 +1,4 @@
-"""The frame of an experiment: what its file defines, and what running it leaves behind.
+"""The contract of an experiment: what its file defines, and what running it writes.
 
 An experiment is a module with
 

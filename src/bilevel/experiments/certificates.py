@@ -1,8 +1,8 @@
 """What a certificate promises and what is true: |f_T − f|, ‖w_T − w_λ‖ and hypergradient errors for growing T.
 
-Section 3 says that f_T tends to f when the inner objective is strongly convex; `certify` says how far away it is at
-this T, from what was computed. Here both are known: on ridge regression, on a linear feature map, and on the logistic
-head of a few-shot episode, whose minimisers are found by other means than the certificate's.
+Section 3 says that f_T tends to f when the inner objective is strongly convex; `certify` bounds the distance at
+this T, from what was computed. Here the true distance is known too: on ridge regression, on a linear feature map, and
+on the logistic head of a few-shot episode, whose minimisers are found by other means than the certificate's.
 """
 
 from __future__ import annotations
@@ -112,19 +112,19 @@ def run(settings: CertificatesSettings, out: Path, progress: bool | None = None)
     return ExperimentResult({"problems": numbers}, _choices(s, problems), tables, ("certificates.png",), notes, data)
 
 
-def _numbers(problem: KnownProblem, looks: list[dict[str, Any]]) -> dict[str, Any]:
+def _numbers(problem: KnownProblem, measured: list[dict[str, Any]]) -> dict[str, Any]:
     # Where rounding has stopped the iterates there is no rate to be seen.
-    least = 1e-10 * looks[0]["true distance"]
-    seen = [(one["T"], one["true distance"]) for one in looks if one["true distance"] > least]
+    least = 1e-10 * measured[0]["true distance"]
+    seen = [(one["T"], one["true distance"]) for one in measured if one["true distance"] > least]
     rates = [(b / a) ** (1 / (t - before)) for (before, a), (t, b) in pairwise(seen)]
     last = ("rate by theory", "rate of the best step by theory")
     return {
         "problem": problem.title,
         "f": problem.value,
-        **{name: [one[name] for one in looks] for name in SERIES},
-        "hypergradient errors": {name: [one["errors"][name] for one in looks] for name in looks[0]["errors"]},
-        "held": all(one["held"] for one in looks),
-        **{name: looks[-1][name] for name in last},
+        **{name: [one[name] for one in measured] for name in SERIES},
+        "hypergradient errors": {name: [one["errors"][name] for one in measured] for name in measured[0]["errors"]},
+        "held": all(one["held"] for one in measured),
+        **{name: measured[-1][name] for name in last},
         "slowest rate seen": max(rates, default=0),
     }
 
@@ -132,10 +132,10 @@ def _numbers(problem: KnownProblem, looks: list[dict[str, Any]]) -> dict[str, An
 SERIES = ("T", "f_T", "true gap", "certified gap", "true distance", "certified distance", "‖∇L(w_T)‖/μ")
 
 
-def _bounds(title: str, looks: list[dict[str, Any]]) -> TextTable:
+def _bounds(title: str, measured: list[dict[str, Any]]) -> TextTable:
     columns = (*SERIES[:4], "above by", *SERIES[4:], "held")
     rows = []
-    for one in looks:
+    for one in measured:
         above = f"{one['certified gap'] / one['true gap'] - 1:.0e}" if one["true gap"] else "–"
         gaps, distances = ([f"{one[name]:.2e}" for name in names] for names in (SERIES[2:4], SERIES[4:]))
         held = "yes" if one["held"] else "NO"
@@ -143,9 +143,9 @@ def _bounds(title: str, looks: list[dict[str, Any]]) -> TextTable:
     return TextTable(f"{title}: the gap |f_T − f| and the distance ‖w_T − w_λ‖", columns, rows)
 
 
-def _errors(title: str, looks: list[dict[str, Any]]) -> TextTable:
-    rows = [(str(one["T"]), *(f"{error:.2e}" for error in one["errors"].values())) for one in looks]
-    return TextTable(f"{title}: relative distance of hypergradients from ∇f", ("T", *looks[0]["errors"]), rows)
+def _errors(title: str, measured: list[dict[str, Any]]) -> TextTable:
+    rows = [(str(one["T"]), *(f"{error:.2e}" for error in one["errors"].values())) for one in measured]
+    return TextTable(f"{title}: relative distance of hypergradients from ∇f", ("T", *measured[0]["errors"]), rows)
 
 
 def _claims(numbers: dict[str, Any]) -> TextTable:
@@ -177,13 +177,13 @@ def _notes(numbers: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> l
         f"The bounds lay above the truth {'in all' if everywhere else 'NOT in all'} {count} cases.",
         "What they rest on, in the certificates' own words (for the head, which is no quadratic, μ = l2 holds "
         "everywhere, because cross-entropy is convex): "
-        + " ".join(f"({name}) {looks[-1]['condition']}" for name, looks in found.items()),
+        + " ".join(f"({name}) {measured[-1]['condition']}" for name, measured in found.items()),
     ]
-    for name, looks in found.items():
-        ahead = [str(one["T"]) for one in looks if one["errors"]["Implicit"] < one["errors"]["∇f_T"]]
+    for name, measured in found.items():
+        ahead = [str(one["T"]) for one in measured if one["errors"]["Implicit"] < one["errors"]["∇f_T"]]
         notes.append(
-            f"{name}: at T = {looks[-1]['T']} the relative distances from ∇f are "
-            + ", ".join(f"{value:.1e} ({method})" for method, value in looks[-1]["errors"].items())
+            f"{name}: at T = {measured[-1]['T']} the relative distances from ∇f are "
+            + ", ".join(f"{value:.1e} ({method})" for method, value in measured[-1]["errors"].items())
             + f"; Implicit is nearer to ∇f than ∇f_T at {'T = ' + ', '.join(ahead) if ahead else 'no T'}."
         )
     return notes

@@ -1,9 +1,9 @@
 """Few-shot classification on Omniglot and MiniImagenet with hyper-representations.
 
 Every row is a trained model, judged on meta-test episodes: a training of one's own in `runs/`, or one of the model zoo.
-Training takes hours to days and is done apart, by `bilevel train`; rows without a model say so. The paper's recipe and
-trainings in stages, which begin with pretraining, have a table each. MiniImagenet is scored twice: with the paper's
-batch norm, which sees all queries of an episode together, and with every query standing for itself.
+Training takes hours to days and is done separately, by `bilevel train`; rows without a model say so. The paper's recipe
+and trainings in stages, which begin with pretraining, have a table each. MiniImagenet is scored twice: with the paper's
+batch norm, which normalises all queries of an episode together, and with each query classified independently.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PRINTED: dict[str, tuple[float, float | None]] = {
     "miniimagenet-rn-1shot": (50.54, 0.85),
     "miniimagenet-rn-5shot": (64.53, 0.68),
 }
-# Trainings in stages, and the row of the paper that each is held against.
+# Trainings in stages, and the row of the paper that each is compared with.
 STAGED = {
     f"{recipe}-{shots}shot": (recipe, f"miniimagenet-{against}-{shots}shot")
     for recipe, against in (
@@ -113,8 +113,8 @@ def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> E
     _check(settings)
     models = {name: find_model(name, Path(settings.runs)) for name in settings.rows}
     ready = {name: model for name, model in models.items() if model is not None}
-    looks = sum(len(modes(name, model)) for name, model in ready.items())
-    work = looks * 2 * -(-settings.episodes // GROUP)
+    evaluations = sum(len(modes(name, model)) for name, model in ready.items())
+    work = evaluations * 2 * -(-settings.episodes // GROUP)
     with single_precision(), one_thread():
         # The split of classes depends on the seed a model was trained with, so each is judged on its own.
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
@@ -174,7 +174,7 @@ def score(s: FewShotSettings, name: str, model: library.TrainedLearner, data: Im
 
 
 def _paper_row(name: str) -> str:
-    """The row of the paper's that this one is held against: itself, unless it is in stages."""
+    """The row of the paper that this one is compared with: itself, unless it is in stages."""
     return STAGED[name][1] if name in STAGED else name
 
 
@@ -212,7 +212,7 @@ def _numbers(row: FewShotRow) -> dict[str, Any]:
 
 
 def _tables(s: FewShotSettings, rows: list[FewShotRow]) -> list[TextTable]:
-    """The paper's recipe and trainings in stages, apart: nobody should mistake one for the other."""
+    """One table for the paper's recipe and one for trainings in stages, so that they are not confused."""
     parts = {
         "The paper's recipe": [row for row in rows if row.name in PRINTED],
         "In stages, which is not the paper's recipe: pretraining on all classes, then the bilevel problem": [

@@ -2,8 +2,8 @@
 
 λ are the weights of a small convolutional network h_λ, and w is a linear classifier of its features, trained anew for
 every episode by T gradient steps from zero on one picture of each class (Sections 2.2 and 4). λ is learned twice, from
-one start and on the same episodes: with the exact hypergradient, and with FirstOrder, which takes w_T for a constant.
-Both are then judged on characters of scripts that neither has seen.
+one start and on the same episodes: with the exact hypergradient, and with FirstOrder, which treats w_T as a constant.
+Both are then evaluated on characters of unseen scripts.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> Ex
                 judged[name] = judge_one(settings, data, NAMES[name], learner, settings.step_sizes, begin)
         shown = show(settings, data, judged["reverse"])
     curves = {method: one.curve for method, one in learned.items()}
-    numbers = _numbers(judged, _looks(settings), curves, shown)
+    numbers = _numbers(judged, _validated(settings), curves, shown)
     draw(
         out / "glyphs.png",
         shown,
-        {NAMES[method]: dict(zip(_looks(settings), values, strict=True)) for method, values in curves.items()},
+        {NAMES[method]: dict(zip(_validated(settings), values, strict=True)) for method, values in curves.items()},
         {NAMES[name]: numbers["accuracy"][name] for name in judged},
         f"{settings.ways}-way {settings.shots}-shot",
     )
@@ -142,7 +142,7 @@ def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> Ex
 def learn(settings: GlyphsSettings, data: ImageDataset, method: str, begin: Begin) -> Learned:
     """A representation after all hyperiterations, with its losses and meta-validation accuracies on the way."""
     job = FewShotTraining(_training(settings, method), data)
-    looks, lines = _looks(settings), list[dict[str, float]]()
+    validated, lines = _validated(settings), list[dict[str, float]]()
 
     def write(k: int, numbers: Mapping[str, float]) -> None:
         lines.append({"iteration": k, **numbers})
@@ -151,7 +151,7 @@ def learn(settings: GlyphsSettings, data: ImageDataset, method: str, begin: Begi
         begin(NAMES[method] + (f", loss {step.numbers['loss']:.2f}" if step.numbers else ""))
 
     metrics = Metrics(Schedule.log_every, settings.iterations, write)
-    validation = Validation(job, looks.__contains__, write=write)
+    validation = Validation(job, validated.__contains__, write=write)
     loop = Loop([metrics, validation, budget(settings.iterations), announce])
     loop.run(lambda: drive(job, loop))
     job.learner.set_weights(job.weights())
@@ -192,7 +192,7 @@ def judge_one(
 
 
 def show(settings: GlyphsSettings, data: ImageDataset, judged: Judged) -> Shown:
-    """The first test episode with a mistake, because mistakes are worth seeing; the first of all if there is none."""
+    """The first test episode with a mistake, or the first of all if there is none."""
     wrong = (judged.per_episode < 1).nonzero()
     number = int(wrong[0]) if len(wrong) else 0
     stream = episodes(replace(_training(settings, "reverse"), queries=settings.test_queries), data, "test")
@@ -231,8 +231,8 @@ def _training(s: GlyphsSettings, method: str) -> TrainingSettings:
     )
 
 
-def _looks(s: GlyphsSettings) -> list[int]:
-    """The hyperiterations after which meta-validation is looked at, the start included."""
+def _validated(s: GlyphsSettings) -> list[int]:
+    """The hyperiterations after which to validate, the start included."""
     return [round(s.iterations * i / s.looks) for i in range(s.looks + 1)]
 
 

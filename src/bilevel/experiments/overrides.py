@@ -15,7 +15,7 @@ BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "n
 
 
 def pairs(options: Sequence[str]) -> dict[str, str]:
-    """The options `key=value` as a dict; the last of two with one key holds, as on any command line.
+    """The options `key=value` as a dict; the last of two with the same key counts.
 
     >>> pairs(["seeds=3", "steps=10,50"])
     {'seeds': '3', 'steps': '10,50'}
@@ -80,7 +80,7 @@ def parse(text: str, hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type in words.
+    """A description of a type, for messages.
 
     >>> describe(tuple[int, ...])
     'whole numbers separated by commas, such as 10,50,100'
@@ -112,7 +112,7 @@ def as_text(value: Any) -> str:
 
 
 def as_options(given: Mapping[str, str]) -> list[str]:
-    """The overrides as words of a shell command; the seed has an option of its own."""
+    """The overrides as arguments of a shell command; the seed has an option of its own."""
     return [
         f"--seed {text}" if key == "seed" else f"--set {shlex.quote(f'{key}={text}')}" for key, text in given.items()
     ]

@@ -1,4 +1,4 @@
-"""What an experiment leaves on disk: everything needed to judge its numbers and to get them again."""
+"""The files that an experiment writes: everything needed to judge its numbers and to repeat them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bilevel.errors import BilevelError
 
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """The content of `result.json`: what an experiment found, and how to get it again.
+    """The content of `result.json`: what an experiment found, and how to repeat it.
 
     Attributes:
         result: the fields of the `ExperimentResult`.
@@ -47,7 +47,7 @@ class ExperimentRecord:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's types. JSON has no NaN and no infinity, so those become words instead of an invalid file.
+    """The value in JSON's types. JSON has no NaN and no infinity, so those become strings.
 
     >>> plain({"T": (10, float("inf"))})
     {'T': [10, 'inf']}
@@ -98,7 +98,7 @@ def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers and the minutes come from."""
+    """The machine, the operating system and the versions of packages."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

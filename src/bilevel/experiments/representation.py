@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bilevel.data import ImageDataset
-from bilevel.experiments._class_names import called, kin
+from bilevel.experiments._class_names import readable, related
 from bilevel.experiments._representation_measures import Separation, distances, extremes, flatten, separation
 from bilevel.experiments._representation_picture import ClassMap, ImagePair, draw_maps, draw_pairs
 from bilevel.experiments._representation_tables import NAMES, notes, spread, tables
@@ -40,7 +40,7 @@ PAPER = "Figure 5 (Section 5.2)"
 # The maps that are drawn.
 HEADINGS = {"learned": "Learned representation", "pixels": "Raw pixels"}
 Features = Callable[[Task], Tensor]
-Begin = Callable[[str], None]  # is told what is being done
+Begin = Callable[[str], None]  # takes the name of the current work
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def draw_and_compare(s: RepresentationSettings, model: RepresentationModel, draw
 def nearness(s: RepresentationSettings, model: RepresentationModel, report: Begin) -> dict[str, dict[str, Any]] | None:
     """How often x′ ∈ D′ is kin to the x ∈ D nearest to it, to the farthest and to any; None where no classes are."""
     titles = [[model.data.classes[label] for label in model.data.splits[split]] for split in ("train", "test")]
-    possible = any(kin(one, other) for one in titles[0] for other in titles[1])
+    possible = any(related(one, other) for one in titles[0] for other in titles[1])
     streams = _streams(s, model)
     shares: dict[str, dict[str, list[float]]] = {kind: {} for kind in model.features}
     for number in range(s.episodes):
@@ -175,12 +175,12 @@ def nearness(s: RepresentationSettings, model: RepresentationModel, report: Begi
             continue
         tasks = [stream.episode(number) for stream in streams]
         one, other = (_titles(stream, number) for stream in streams)
-        alike = torch.tensor([[float(kin(a, b)) for b in other] for a in one])
+        kinship = torch.tensor([[float(related(a, b)) for b in other] for a in one])
         for kind, features in model.features.items():
             table = distances(*map(features, tasks))
             for which, rows in (("nearest", table.argmin(0)), ("farthest", table.argmax(0))):
-                shares[kind].setdefault(which, []).append(float(alike.gather(0, rows[None]).mean()))
-            shares[kind].setdefault("any", []).append(float(alike.mean()))
+                shares[kind].setdefault(which, []).append(float(kinship.gather(0, rows[None]).mean()))
+            shares[kind].setdefault("any", []).append(float(kinship.mean()))
     if not possible:
         return None
     return {kind: {which: spread(values) for which, values in found.items()} for kind, found in shares.items()}
@@ -210,7 +210,7 @@ def _map(
         title=HEADINGS[kind],
         points=flatten(model.features[kind](task), s.perplexity, s.seed),
         labels=task.val[1].numpy(),
-        names=[called(title) for title in titles[:: stream.queries]],
+        names=[readable(title) for title in titles[:: stream.queries]],
         thumbnails=[_image(task, i) for i in range(0, len(titles), stream.queries)],
         ratio=apart[0].ratio,
         neighbours=apart[0].neighbours,
@@ -294,15 +294,15 @@ def _numbers(
             kind: {name: spread([getattr(one, name) for one in found]) for name in ("ratio", "neighbours")}
             for kind, found in apart.items()
         },
-        "map": {"classes": list(map(called, _titles(stream, 0)[:: stream.queries])), "images": stream.queries},
+        "map": {"classes": list(map(readable, _titles(stream, 0)[:: stream.queries])), "images": stream.queries},
     }
 
 
 def _pair(pair: ImagePair) -> dict[str, Any]:
     return {
         "draw": pair.draw,
-        "classes": [called(title) for title in pair.titles],
-        "kin": kin(*pair.titles),
+        "classes": [readable(title) for title in pair.titles],
+        "kin": related(*pair.titles),
         "images": list(pair.numbers),
         "distance": pair.distance,
         "median": pair.median,

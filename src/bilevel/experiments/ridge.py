@@ -1,8 +1,8 @@
 """Ridge regression, a coefficient per feature: errors against the inner steps T.
 
 L_λ(w) = ‖X_tr w − y_tr‖² + Σ_i exp(λ_i) w_i² inside, the validation error outside, λ learned through T steps of
-gradient descent and through the closed form of w_λ. The paper prints one data set; here the data are drawn anew for
-every seed, and the table gives the spread.
+gradient descent and through the closed form of w_λ. The paper prints one data set; here every seed draws
+new data, and the table gives the spread.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def run(settings: RidgeSettings, out: Path, progress: bool | None = None) -> Exp
         [_row(name, kind, found[name][kind]) for name in fits for kind in ("validation", "test")],
     )
     notes = (
-        *_in_words(found),
+        *_conclusions(found),
         "The paper's numbers come from one data set that is not published; 'difference' is our median minus the "
         "paper's number.",
         "Noise, η, Λ and the outer optimiser were picked by trying about twenty combinations on seeds 0 to 11 until "
@@ -162,8 +162,8 @@ def run(settings: RidgeSettings, out: Path, progress: bool | None = None) -> Exp
     return ExperimentResult({"T": found}, _choices(settings), [table], ("ridge.png",), notes)
 
 
-def _in_words(rows: dict[str, Any]) -> list[str]:
-    """The paper's conclusion held against our medians: errors that fall with T until they are as good as exact."""
+def _conclusions(rows: dict[str, Any]) -> list[str]:
+    """The paper's conclusion compared with our medians: errors fall with T down to those of the exact solution."""
     sentences = []
     for kind in ("validation", "test"):
         medians = {name: row[kind]["median"] for name, row in rows.items()}
@@ -214,7 +214,7 @@ def _row(name: str, kind: str, found: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _why(found: dict[str, Any]) -> str:
-    """Where the paper's number lies among ours; what cannot be known is said, not guessed."""
+    """Where the paper's number lies among ours, and what is not published."""
     values, printed, (low, high) = found["per seed"], found["paper"], found["quartiles"]
     below = sum(value < printed for value in values)
     if low <= printed <= high:
@@ -256,7 +256,7 @@ def _check(s: RidgeSettings) -> None:
     require(s.low < s.high, f"low={s.low} is not below high={s.high}, so Λ would be empty.")
     require(
         s.high <= 100,
-        f"high={s.high} makes exp(high) the largest curvature, and the step size η = {s.step_scale}/ν next to nothing; "
+        f"high={s.high} makes exp(high) the largest curvature, and the step size η = {s.step_scale}/ν too small; "
         "pass at most 100.",
     )
     require(s.outer_lr > 0, f"outer_lr={s.outer_lr} must be positive.")

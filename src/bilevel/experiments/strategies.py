@@ -3,9 +3,9 @@
 Table 3 of the paper compares numbers that other authors report, each with a network, a training and a protocol of its
 own. Here every learner of `bilevel list learners` is trained once for each data set, on as many images as the others
 (`images`, counted as they are drawn), with episodes of one to five shots, and judged on the same meta-test episodes of
-every problem. Every training has a folder of its own, so the same command goes on with a run that was stopped, and
+every problem. Every training has a folder of its own, so the same command resumes a run that was stopped, and
 several commands with other `problems` or `learners` can fill one folder. With `train=false` nothing is trained: table,
-picture and words are written from the trainings that are finished.
+picture and notes are written from the finished trainings.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bilevel import learners
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.experiments._peak_memory import peak_memory
-from bilevel.experiments._strategies_picture import draw
-from bilevel.experiments._strategies_published import published
-from bilevel.experiments._strategies_words import (
+from bilevel.experiments._strategies_notes import (
     BASELINE,
     UNFINISHED,
     StrategyScore,
     by_strategy,
-    claim_in_words,
+    claim_notes,
     defects,
     ranked,
 )
-from bilevel.experiments._trainings import command_of, problem_in_words, train
+from bilevel.experiments._strategies_picture import draw
+from bilevel.experiments._strategies_published import published
+from bilevel.experiments._trainings import command_of, problem_title, train
 from bilevel.experiments.base import (
     ExperimentResult,
     ExperimentSettings,
@@ -279,7 +279,7 @@ def _times(row: StrategyScore) -> dict[str, Any]:
     return {"training": row.seconds, "adapting": row.adapting, "memory": row.memory, "curve": seconds}
 
 
-# ------------------------------------------------------------------------------------------------- tables and words
+# ------------------------------------------------------------------------------------------------- tables and notes
 
 
 def _table(s: StrategiesSettings, problem: str, rows: list[StrategyScore]) -> TextTable:
@@ -296,7 +296,7 @@ def _table(s: StrategiesSettings, problem: str, rows: list[StrategyScore]) -> Te
         ours = percent(row.accuracy, row.interval)
         shown.append((row.strategy, row.learner, text, ours, gap, *costs, source))
     title = (
-        f"{problem_in_words(PROBLEMS[problem])}: accuracy in per cent on {s.test_episodes} meta-test episodes, the "
+        f"{problem_title(PROBLEMS[problem])}: accuracy in per cent on {s.test_episodes} meta-test episodes, the "
         "same for all, support and query sets disjoint"
     )
     return TextTable(title, (*columns, "memory, MB", "published in, or why not"), shown, ("published in, or why not",))
@@ -321,7 +321,7 @@ def _notes(s: StrategiesSettings, found: Scores) -> Iterator[str]:
     for problem, rows in found.items():
         scored = [row for row in rows if not row.failure]
         if scored:
-            yield from claim_in_words(problem, scored)
+            yield from claim_notes(problem, scored)
             yield by_strategy(problem, scored)
         yield from defects(problem, rows)
     yield (

@@ -19,7 +19,7 @@ from bilevel.experiments._trainings import (
     command_of,
     draw_curve,
     open_all,
-    problem_in_words,
+    problem_title,
     train,
 )
 from bilevel.experiments.base import (
@@ -130,12 +130,12 @@ def _table(s: ValidateTSettings, index: int, rows: dict[int, FinishedTraining]) 
             ended, why = f"{ended}, not stopped", "as far as it got: the hyperiterations ran out first"
         best = f"{trained.best_iteration:,}"
         shown.append((str(steps), paper, ended, best, percent(score, interval), f"{trained.minutes:.1f}", why))
-    title = f"{problem_in_words(training_of(s, index, s.steps[0]))}: where early stopping ends each"
+    title = f"{problem_title(training_of(s, index, s.steps[0]))}: where early stopping ends each"
     columns = ("T", "paper stops after", "ours ends after", "best after", "best accuracy", "minutes", "why")
     return TextTable(title, columns, shown)
 
 
-def in_words(dataset: str, rows: dict[int, FinishedTraining]) -> str:
+def stopping_note(dataset: str, rows: dict[int, FinishedTraining]) -> str:
     """Whether larger T stop earlier, as the paper found, and which T is best."""
     best = max(rows, key=lambda steps: rows[steps].best[1])
     _, score, interval = rows[best].best
@@ -159,7 +159,7 @@ def in_words(dataset: str, rows: dict[int, FinishedTraining]) -> str:
 
 def _notes(found: dict[str, dict[int, FinishedTraining]]) -> tuple[str, ...]:
     return (
-        *(in_words(name, rows) for name, rows in found.items()),
+        *(stopping_note(name, rows) for name, rows in found.items()),
         f"Support and query sets are disjoint. Batch norm: episode, {MEANING['episode']}.",
         "One training for each T; where early stopping ends one depends on the noise of meta-validation.",
     )
@@ -202,7 +202,7 @@ def _draw(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
             dots(axes, [], [], BLACK, "best", fillstyle="none")
             if any(found["stopped early"] for found in rows.values()):
                 dots(axes, [], [], BLACK, "stopped", marker="X")
-            if all(len(found["curve"]) > 2 for found in rows.values()):  # the first look would hide the others
+            if all(len(found["curve"]) > 2 for found in rows.values()):  # the first validation would hide the others
                 scores = [100 * point[1] for found in rows.values() for point in found["curve"][1:]]
                 low, top = min(scores), max(scores)
                 axes.set_ylim(low - 0.12 * (top - low) - 0.1, top + 0.06 * (top - low) + 0.1)

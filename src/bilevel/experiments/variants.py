@@ -28,7 +28,7 @@ from bilevel.experiments._trainings import (
     judge_with_steps,
     open_all,
     over_seeds,
-    problem_in_words,
+    problem_title,
     train,
 )
 from bilevel.experiments.base import (
@@ -224,7 +224,7 @@ def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> Tex
         shown.append((variant, paper, *scores, gap, *length, sizes, why))
     columns = ("variant", "paper", "ours", "each seed", "difference", "hyperiterations", "minutes", "step size", "why")
     title = (
-        f"{problem_in_words(base)}: accuracy in per cent on {s.test_episodes} meta-test episodes, {s.seeds} "
+        f"{problem_title(base)}: accuracy in per cent on {s.test_episodes} meta-test episodes, {s.seeds} "
         f"training{'s' * (s.seeds > 1)} of each variant"
     )
     return TextTable(title, columns, shown)
@@ -262,7 +262,7 @@ def verdict(gap: float, width: float) -> str:
 
 def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple[str, ...]:
     return (
-        *(_in_words(name, {one: _together(each) for one, each in rows.items()}) for name, rows in found.items()),
+        *(_conclusions(name, {one: _together(each) for one, each in rows.items()}) for name, rows in found.items()),
         f"Every variant sees the same number of images in a hyperiteration and is judged on the same episodes, after "
         f"T = {s.steps} steps from zero, with the step size that was best on meta-validation. Support and query sets "
         f"are disjoint. Batch norm: episode, {MEANING['episode']}.",
@@ -272,8 +272,8 @@ def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple
     )
 
 
-def _in_words(dataset: str, rows: dict[str, JudgedTraining]) -> str:
-    """The paper's two conclusions, held against our numbers."""
+def _conclusions(dataset: str, rows: dict[str, JudgedTraining]) -> str:
+    """The paper's two conclusions, compared with our numbers."""
     ranked = sorted(rows, key=lambda variant: -rows[variant].accuracy)
     text = f"On {dataset} our order is {' > '.join(ranked)}."
     for conclusion, (better, worse) in CONCLUSIONS.items():

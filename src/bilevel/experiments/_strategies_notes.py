@@ -1,4 +1,4 @@
-"""The score of a learner in `strategies`, and what the scores say in words."""
+"""The score of a learner in `strategies`, and the notes about the scores."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ranked(rows: list[StrategyScore]) -> list[StrategyScore]:
     return sorted(ranked, key=lambda row: order.index(row.strategy))
 
 
-def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
+def claim_notes(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
     """The paper's claim that its method is competitive with the other strategies, held against the numbers.
 
     It is taken to hold where the best other learner is no further ahead than the best other row of Table 3 is.
@@ -80,8 +80,8 @@ def claim_in_words(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
 
 def by_strategy(problem: str, rows: list[StrategyScore]) -> str:
     best = [next(group) for _, group in groupby(ranked(rows), key=lambda row: row.strategy)]
-    told = ", ".join(f"{row.strategy} {percent(row.accuracy, row.interval)} ({row.learner})" for row in best)
-    return f"{problem}: the best learner of each strategy: {told}."
+    listed = ", ".join(f"{row.strategy} {percent(row.accuracy, row.interval)} ({row.learner})" for row in best)
+    return f"{problem}: the best learner of each strategy: {listed}."
 
 
 def defects(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
