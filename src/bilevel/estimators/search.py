@@ -122,9 +122,12 @@ class PenaltySearch:
         grid = torch.linspace(*self.box, 61, dtype=torch.float64)[1:-1]
         values = self.table.shared_values(grid, self.task)
         if values is None:
-            grid = grid[4::5]
             # From large penalties down: coefficients grow from nothing, and each fit starts the next.
-            values = [self._value_or_infinity(level[None]) for level in grid.flip(0)][::-1]
+            grid, values = grid[4::5].flip(0), []
+            for level in grid:
+                values.append(self._value_or_infinity(level[None]))
+                if values[-1] > self.table.rise * min(values):
+                    break
         if not np.isfinite(values).any():
             raise BilevelError(
                 "The criterion is not finite for any penalty: the numbers of X or y are too large to be squared. Scale "

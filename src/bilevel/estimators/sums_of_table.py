@@ -27,6 +27,8 @@ from bilevel.structures.rows import GramOfRows, feature_sums, row_scores, weight
 # By how many standard errors penalties of single features must be better than one, in an elastic net. Folds are one
 # draw of many, and which rows share a fold changes this difference by about its standard error over rows.
 DRAWN = 1.5
+# Of an elastic net, small penalties take long, and once f has risen by this factor it does not fall again.
+RISE = 1.2
 
 
 class SumsOfTable(FoldedTable):
@@ -53,6 +55,8 @@ class SumsOfTable(FoldedTable):
         self.wide = size > LARGEST
         self.factorises = not self.wide
         self.positive = positive
+        if l1_ratio is not None:
+            self.rise = RISE
         if l1_ratio is not None and self.penalties.groups is None:
             self.doubt = DRAWN
         self.strengths: FunctionOfLam

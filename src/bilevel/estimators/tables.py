@@ -6,6 +6,7 @@ holds one log penalty for every group of features, or a single one for all.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -48,6 +49,7 @@ class FoldedTable(ABC):
         penalties: the penalty of every feature as a function of λ.
         loss: of the scores of a row.
         factorises: matrices of the folds are small enough to be factorised.
+        rise: the search for one penalty goes down from large ones until f is larger than the least by this factor.
         doubt: by how many standard errors penalties that differ must be better than one penalty for all.
     """
 
@@ -55,6 +57,7 @@ class FoldedTable(ABC):
     reason: str
     loss: RowLoss = SquaredError()
     factorises: bool = True
+    rise: float = math.inf
     doubt: float = 0.5
 
     def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:

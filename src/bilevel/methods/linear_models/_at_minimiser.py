@@ -232,13 +232,19 @@ def flattened(solve: Solver) -> Solver:
     return lambda right: solve(right.reshape(len(right), -1, right.shape[-1])).reshape(right.shape)
 
 
+def regular_solver(matrices: Tensor) -> Solver | None:
+    """The function of `cholesky_solver` if all matrices are positive definite, otherwise None."""
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    return None if bool(failed.any()) else lambda right: torch.cholesky_solve(right.mT, factors).mT
+
+
 def cholesky_solver(matrices: Tensor) -> Solver:
     """A function that solves A_k x_k = b_k for every k, with b and x of the shape folds × right sides × size.
 
     If a matrix is numerically singular, because its penalties are tiny, the least-norm solution is returned.
     """
-    factors, failed = torch.linalg.cholesky_ex(matrices)
-    if not bool(failed.any()):
-        return lambda right: torch.cholesky_solve(right.mT, factors).mT
+    solve = regular_solver(matrices)
+    if solve is not None:
+        return solve
     inverses = torch.linalg.pinv(matrices, hermitian=True)
     return lambda right: right @ inverses

@@ -14,7 +14,13 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient, Part
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, cholesky_solver, start_of
+from bilevel.methods.linear_models._at_minimiser import (
+    LinearModelMethod,
+    Minimum,
+    cholesky_solver,
+    regular_solver,
+    start_of,
+)
 from bilevel.methods.linear_models._feature_signs import feature_sign_search
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.penalties import FunctionOfLam
@@ -113,14 +119,18 @@ class _Nets:
 
     def minimise(self, w: Tensor) -> tuple[Tensor, SupportSolver]:
         """The minimisers, and products with the inverses of the matrices on their supports."""
-        found, settled, solve = self._newton(w)
+        found, settled, solve = self._newton(w, regular=True)
         if bool(settled.all()):
             return found, solve
         w = torch.where(settled[..., None], found, w)
         for k, output in (~settled).nonzero().tolist():
             w[k, output] = self._by_sign_search(w[k, output], k, output)
         found, settled, solve = self._newton(w)
-        return (found, solve) if bool(settled.all()) else (w, self._solver(w != 0))
+        if bool(settled.all()):
+            return found, solve
+        last = self._solver(w != 0)
+        assert last is not None
+        return w, last
 
     def _slope(self, w: Tensor) -> Tensor:
         image = self.gram.times(w) if isinstance(self.gram, GramOfRows) else w @ self.gram
@@ -132,18 +142,23 @@ class _Nets:
         diagonal = self.gram.diagonal() if isinstance(self.gram, GramOfRows) else self.gram.diagonal(dim1=1, dim2=2)
         return 1 / (diagonal + self.l2).clamp(min=1e-300)[:, None]
 
-    def _newton(self, w: Tensor) -> tuple[Tensor, Tensor, SupportSolver]:
+    def _newton(self, w: Tensor, regular: bool = False) -> tuple[Tensor, Tensor, SupportSolver]:
         """Newton's method for the fixed point of a proximal step, w = prox(w − step·∇L(w)).
 
         The map is linear where the signs of its image stay the same, so a step solves a linear system on the support;
         once the signs repeat, w is the fixed point. Close to it a few steps are enough. Far from it they may cycle, so
         the loop ends once the number of changed signs stops falling. The second result says which folds and outputs
         are at their fixed points.
+
+        Args:
+            regular: end also where a system is singular. Far from the fixed point, the support may have more
+                coefficients than there are rows, and a pseudo-inverse takes longer than the sign search that follows.
         """
         steps, threshold, penalised = self._steps, self._steps * self.l1, self.l1 > 0
         # A singular system may have no solution. Then the signs repeat, but the slope on the support is not zero.
         tolerance = 1e-9 * self.linear.abs().amax(-1, keepdim=True)
         signs = torch.full_like(w, torch.nan)
+        solve: SupportSolver = torch.zeros_like
         changes = math.inf
         for _ in range(NEWTON_STEPS):
             slope = self._slope(w)
@@ -158,7 +173,10 @@ class _Nets:
             before, changes = changes, int(other.sum())
             if changes == 0 or changes >= before:
                 break
-            signs, solve = next_signs, self._solver(next_signs != 0)
+            found = self._solver(next_signs != 0, regular)
+            if found is None:
+                break
+            signs, solve = next_signs, found
             w = solve(self.linear - self.l1 * signs)
         return w, settled, solve
 
@@ -188,8 +206,11 @@ class _Nets:
             )
             w, solved = torch.zeros_like(w).index_copy(0, here, torch.from_numpy(found)), True
 
-    def _solver(self, support: Tensor) -> SupportSolver:
-        """All systems are filled up with rows of the identity to the size of the largest one."""
+    def _solver(self, support: Tensor, regular: bool = False) -> SupportSolver | None:
+        """All systems are filled up with rows of the identity to the size of the largest one.
+
+        With `regular`, None where one of them is singular.
+        """
         size = int(support.sum(-1).max())
         if size == 0:
             return torch.zeros_like
@@ -202,7 +223,9 @@ class _Nets:
             blocks = self.gram[fold, order[..., :, None], order[..., None, :]]
         blocks = blocks * (on[..., :, None] * on[..., None, :])
         blocks.diagonal(dim1=-2, dim2=-1).add_(1 + on * (self.l2[order] - 1))
-        inverse = cholesky_solver(blocks.flatten(0, 1))
+        inverse = (regular_solver if regular else cholesky_solver)(blocks.flatten(0, 1))
+        if inverse is None:
+            return None
 
         def solve(right: Tensor) -> Tensor:
             """Right sides of the shape of w, or folds × right sides × outputs × features."""
