@@ -211,7 +211,21 @@ def _lines(found: Measured, which: str, drawn: int) -> Iterator[str]:
                 f"| {name} | {one[default]['size']} | {one[default]['error']:.4f} | {best[name]} | "
                 f"{one[best[name]]['error']:.4f} | {ratio[name]:.3f} |"
             )
+        yield from _left_out(found, tables, task)
         yield from _linear(tables, task)
+
+
+def _left_out(found: Measured, tables: Measured, task: str) -> Iterator[str]:
+    """Tables on which a rival of the ranks is still to be measured, with what is known of them."""
+    for name, one in found.items():
+        others = [model for model in one if not model.startswith("Bilevel") and model != CONSTANT]
+        if name in tables or DEFAULT not in one or one[DEFAULT]["task"] != task or not others:
+            continue
+        best = min(others, key=lambda model, one=one: one[model]["error"])
+        yield (
+            f"\nNot in the ranks, because some rivals were not measured on it: {name}, "
+            f"ours {one[DEFAULT]['error']:.4f}, {best} {one[best]['error']:.4f}."
+        )
 
 
 def _against_each(tables: Measured, default: str) -> Iterator[str]:
@@ -261,6 +275,8 @@ def _linear(tables: Measured, task: str) -> Iterator[str]:
     pairs = [("BilevelLogisticRegression", "LogisticRegressionCV")]
     if task == "regression":
         pairs = [("BilevelRidge", "RidgeCV"), ("BilevelElasticNet", "LassoCV"), ("BilevelElasticNet", "ElasticNetCV")]
+    if not any(mine in one and theirs in one for one in tables.values() for mine, theirs in pairs):
+        return
     yield "\n| ours | against | tables | mean error | its | better, worse by 2 % | seconds | its |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for mine, theirs in pairs:
