@@ -207,3 +207,11 @@ def test_avif_is_read_where_pillow_can_and_heic_names_its_package():
     heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     with pytest.raises(BilevelError, match=r"a\.heic cannot be read"):
         open_picture(heic, "a.heic")
+
+
+def test_heic_is_read_with_its_package(tmp_path):
+    pytest.importorskip("pillow_heif").register_heif_opener()
+    drawn = Image.fromarray(np.where(np.indices((64, 64))[1] < 32, 20, 230).astype(np.uint8)).convert("RGB")
+    drawn.save(tmp_path / "a.heic", "HEIF")
+    found = np.asarray(open_picture((tmp_path / "a.heic").read_bytes(), "a.heic").convert("L"), dtype=float)
+    assert found.shape == (64, 64) and abs(found[:, :28] - 20).max() < 20 and abs(found[:, 36:] - 230).max() < 20

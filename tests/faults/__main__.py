@@ -34,19 +34,27 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=kills.ITERATIONS, help="of the trainings that are killed")
     parser.add_argument("--inputs", type=int, default=6_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the counts to a file as well")
     options = parser.parse_args()
-    began, ends, lived = time.perf_counter(), Counter(), Counter()
+    began, found, lived = time.perf_counter(), dict[str, Counter](), Counter()
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["BILEVEL_CACHE"] = f"{scratch}/cache"
         lives.preload()
         if options.kills:  # first, because a process that has run things in parallel cannot be forked
             lived = kills.campaign(options.kills, Path(scratch), options.seed, say, options.iterations)
         if options.inputs:
-            ends = sum(inputs(options.inputs, options.seed, Path(scratch), say).values(), Counter())
+            found = inputs(options.inputs, options.seed, Path(scratch), say)
+    ends = sum(found.values(), Counter())
     faults = ends["faults"] + lived["faults"]
-    say(f"Trainings: {listed(lived)}.")
-    say(f"{ends.total():,} broken inputs: {listed(ends)}.")
-    say(f"{faults} faults. {(time.perf_counter() - began) / 60:.0f} minutes.")
+    summary = [
+        f"Trainings: {listed(lived)}.",
+        f"{ends.total():,} broken inputs: {listed(ends)}.",
+        *(f"  {name}: {listed(counts)}" for name, counts in found.items()),
+        f"{faults} faults. {(time.perf_counter() - began) / 60:.0f} minutes.",
+    ]
+    say("\n".join(summary))
+    if options.write:
+        options.write.write_text("\n".join(summary) + "\n", encoding="utf-8")
     return int(faults > 0)
 
 
