@@ -29,7 +29,7 @@ from picture_sets import PictureSet, sets
 
 RATE = 0.05
 # Episodes for networks of small and of large pictures, and for calibration.
-EPISODES, LARGE, CALIBRATED = 200, 40, 60
+EPISODES, LARGE, CALIBRATED = 120, 40, 40
 # The goals of the issue that asked for them: set, model, least accuracy in per cent.
 GOALS = {"digits, mixed sizes and polarities": 86.0, "letters in a corner": 80.0, "letters in a shadow": 80.0}
 # Sets on which probabilities are looked at, and with how many classes; as many others are strangers, if there are any.
@@ -131,11 +131,16 @@ def contestants(found: dict[str, TrainedLearner], drawn: bool) -> list[Contestan
     }
     return [
         *(
-            Contestant(name, model.preparation, network(model), LARGE if model.learner.shape[1] > 28 else EPISODES)
+            Contestant(name, model.preparation, network(model), _episodes(model, drawn))
             for name, model in found.items()
         ),
         *(Contestant(name, how, pixels(make)) for name, make in simple.items()),
     ]
+
+
+def _episodes(model: TrainedLearner, drawn: bool) -> int:
+    """Fewer for networks of large pictures, which are slow, and fewest where they see the wrong kind of pictures."""
+    return EPISODES if model.learner.shape[1] <= 28 else LARGE // 2 if drawn else LARGE
 
 
 def accuracies(one: Contestant, data: Prepared, count: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from bilevel.data.omniglot import DRAWING, LIMITS, drawing
 from bilevel.data.places import data_root
 
 # Pictures of each class: letters have 20 in all.
-LETTERS_EACH, DIGITS_EACH, PHOTOGRAPHS_EACH = 8, 100, 60
+LETTERS_EACH, DIGITS_EACH, PHOTOGRAPHS_EACH = 5, 60, 40
 # Pixels of the page on which a drawing stands in a corner, and of the drawing there.
 PAGE, ON_PAGE = (420, 300), (70, 110)
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
