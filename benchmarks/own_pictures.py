@@ -219,7 +219,7 @@ def measure(task: PictureSet, found: dict[str, TrainedLearner], chosen: str, sca
         values = accuracies(one, data, max(2, int(scale * one.episodes)))
         here[one.name] = {"accuracies": [round(float(value), 3) for value in values]}
         model = found.get(one.name)
-        if model is not None and model.preparation.draws == task.drawn:
+        if model is not None and model.preparation.draws == task.drawn and _looked_at(one.name, task):
             count = max(2, int(scale * CALIBRATED))
             here[one.name]["probabilities"] = {
                 str(ways): probabilities(model, data, ways, count) for ways in CALIBRATED_WAYS.get(task.name, ())
@@ -243,9 +243,11 @@ def written(figures: Figures) -> str:
             "",
         ]
         head = ["", *(f"{task.name}, {task.ways}-way {task.shots}-shot" for task in some)]
+        # Models before classifiers of pixels, in the order of the alphabet.
+        names = sorted({name for task in some for name in rows[task.name]}, key=lambda name: (" " in name, name))
         body = [
-            [name if " " in name else f"`{name}`", *(_cell(name, rows[task.name][name], task) for task in some)]
-            for name in rows[some[0].name]
+            [name if " " in name else f"`{name}`", *(_cell(name, rows[task.name].get(name), task) for task in some)]
+            for name in names
         ]
         lines += [*table(head, body), ""]
     lines += ["## Goals", "", *table(["goal", "least", "measured"], goals(rows)), ""]
@@ -257,18 +259,24 @@ def written(figures: Figures) -> str:
     )
 
 
-def _probabilities(figures: Figures, tasks: list[PictureSet]) -> list[list[str]]:
+def _looked_at(name: str, task: PictureSet) -> bool:
     """For drawings the model that `bilevel classify` takes, for photographs all models of photographs."""
+    return name == chosen_for(task) or not task.drawn
+
+
+def _probabilities(figures: Figures, tasks: list[PictureSet]) -> list[list[str]]:
     return [
         [f"{task.name}, {ways}-way {task.shots}-shot", f"`{name}`", *row]
         for task in tasks
         for name, of in figures[task.name].items()
         for ways, row in of.get("probabilities", {}).items()
-        if name == chosen_for(task) or not task.drawn
+        if _looked_at(name, task)
     ]
 
 
-def _cell(name: str, values: np.ndarray, task: PictureSet) -> str:
+def _cell(name: str, values: np.ndarray | None, task: PictureSet) -> str:
+    if values is None:
+        return "–"
     return f"**{shown(values)}**" if name == chosen_for(task) else shown(values)
 
 

@@ -1,5 +1,7 @@
 """Calibration: the temperature is the minimiser, errors are those of the definition, thresholds have their rate."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from bilevel import learners
 from bilevel.data.arrays import from_arrays
 from bilevel.errors import BilevelError
+from bilevel.learners import library
 from bilevel.learners.calibration import Calibration, calibrate, calibration_error, nearest, own_threshold, temperature
 from bilevel.learners.catalogue.prototypical import Prototypical
 from bilevel.learners.choice import choose
@@ -138,4 +141,18 @@ def test_the_zoo_is_calibrated_and_chosen_from():
     assert choose(30, 30, 5, 1).spec == "zoo:omniglot-5way-1shot"
     assert choose(9, 10, 30, 1).spec == "zoo:omniglot-20way-1shot"
     photos = choose(3, 30, 5, 4)
-    assert photos.spec.startswith("zoo:miniimagenet") and "3 of 30 pictures look like drawings" in photos.why
+    assert photos.spec == "zoo:miniimagenet-c4l-staged" and "3 of 30 pictures look like drawings" in photos.why
+
+
+@pytest.mark.parametrize("drawn", [0, 30])
+@pytest.mark.parametrize(("ways", "shots"), [(2, 1), (5, 1), (5, 5), (10, 2), (20, 5), (40, 3)])
+def test_no_model_that_is_clearly_better_is_passed_over(drawn, ways, shots):
+    chosen = choose(drawn, 30, ways, shots)
+    like = [int(number) for number in re.search(r"(\d+)-way (\d+)-shot episodes", chosen.why).groups()]
+    scores = {
+        f"zoo:{name}": one["accuracy"]
+        for name, card in library.zoo().items()
+        for one in card["calibrations"]
+        if (card["preparation"]["kind"] == "drawing") == bool(drawn) and [one["ways"], one["shots"]] == like
+    }
+    assert scores[chosen.spec] >= max(scores.values()) - 0.01
