@@ -44,7 +44,7 @@ def choose(drawn: int, pictures: int, ways: int, shots: float) -> Choice:
         raise BilevelError(f"The zoo has no model of {kind}; name a run of yours.")
     judged = {name: _judged(card) for name, card in cards.items()}
     shapes = {shape for known in judged.values() for shape in known}
-    like = min(shapes, key=lambda shape: (_distance(*shape, ways, shots), shape))
+    like = min(shapes, key=lambda shape: (_distance(shape[0], shape[1], ways, shots), shape))
     accuracies = {name: known[like] for name, known in judged.items() if like in known}
     good = [name for name in accuracies if accuracies[name] >= max(accuracies.values()) - CLOSE]
     trained = {name: TrainingSettings.of(cards[name]["settings"]) for name in good}
