@@ -35,7 +35,7 @@ search: $(VENV)/installed-dev
 
 # Damaged and forged files, kills, full disks: every end is a right load or a sentence.
 faults: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --write tests/faults/CAMPAIGN.txt
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m faults --jobs 2 --write tests/faults/CAMPAIGN.txt
 
 clean:
 	rm -rf $(VENV) .bench .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build docs/api docs/gallery

@@ -23,7 +23,7 @@ KINDS = (
     ["--average", "0.9", "--learner", "prototypical"],
     ["--optimizer", "sgd", "--momentum", "0.9", "--normalise", "--schedule", "cosine"],
 )
-ITERATIONS = 60
+ITERATIONS = 30
 # Bytes that fit into a file: less than a configuration, metrics, weights, or a checkpoint.
 ROOM = (50, 500, 3_000, 10**5, 4 * 10**5, 10**6)
 # What differs from run to run although the training is the same.
