@@ -29,7 +29,7 @@ from picture_sets import PictureSet, sets
 
 RATE = 0.05
 # Episodes for networks of small and of large pictures, and for calibration.
-EPISODES, LARGE, CALIBRATED = 120, 40, 40
+EPISODES, LARGE, CALIBRATED = 100, 40, 30
 # The goals of the issue that asked for them: set, model, least accuracy in per cent.
 GOALS = {"digits, mixed sizes and polarities": 86.0, "letters in a corner": 80.0, "letters in a shadow": 80.0}
 # Sets on which probabilities are looked at, and with how many classes; as many others are strangers, if there are any.
