@@ -79,7 +79,7 @@ def in_a_shadow(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
 
 @cache
 def letters(full: bool) -> list[tuple[int, Image.Image]]:
-    """Drawings of every third of Omniglot's meta-test characters, dark on light: the original files, or at 28 pixels."""
+    """Every third of Omniglot's meta-test characters, dark on light: the original files, or drawings at 28 pixels."""
     data = load("omniglot")
     chosen = {data.classes[label]: label for label in data.splits["test"][::3]}
     if not full:
