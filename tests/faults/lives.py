@@ -21,7 +21,7 @@ import torch
 from bilevel.cli import main
 
 # Seconds after which a life that does not end by itself is called a hang.
-PATIENCE = 180.0
+PATIENCE = 600.0
 # The same for the other processes of a run, one of which was killed. torchrun would end them at once.
 GRACE = 5.0
 # What writes to a folder; Python announces each of these events before it happens.
