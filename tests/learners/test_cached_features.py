@@ -145,7 +145,7 @@ def test_other_files_heads_and_widths_are_refused(tmp_path, split):
 def test_labels_whose_name_is_damaged_are_not_left_out_in_silence(tmp_path):
     file = tmp_path / "features.npz"
     CachedFeatures.of(np.ones((2, 3)), ["a", "b"]).save(file)
-    before, name, after = file.read_bytes().rpartition(b"labels")  # in the directory at the end of the archive
+    before, _, after = file.read_bytes().rpartition(b"labels")  # in the directory at the end of the archive
     file.write_bytes(before + b"tables" + after)
     with pytest.raises(BilevelError, match=r"cannot be read as \.npz"):
         CachedFeatures.load(file)

@@ -85,8 +85,9 @@ class CachedFeatures:
                 if not isinstance(found, np.lib.npyio.NpzFile):
                     raise BilevelError(f"{file} holds one array; write np.savez(path, features=…, labels=…).")
                 names = list(found)
-                for member in found.zip.infolist():  # also those that are not read: one may be damaged labels
-                    found.zip.open(member).close()
+                archive = zipfile.ZipFile(opened)
+                for member in archive.infolist():  # also those that are not read: one may be damaged labels
+                    archive.open(member).close()
                 parts = {name: found[name] for name in ("features", "labels") if name in names}
         except (OSError, ValueError, EOFError, MemoryError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             if isinstance(error, BilevelError):
