@@ -137,7 +137,7 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path):
         def minimise(self, outer):
             raise AssertionError("no work before the check")
 
-    with pytest.raises(bl.BilevelError, match="Own cannot go on from a state in the middle"):
+    with pytest.raises(bl.BilevelError, match="Own cannot resume from a saved state"):
         alone(tmp_path, "cold", algorithm=Own())
 
 
