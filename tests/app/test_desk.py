@@ -14,6 +14,7 @@ from bilevel.app import desk as desk_module
 from bilevel.app.desk import Desk, DeskLimits
 from bilevel.cli import build
 from bilevel.errors import BilevelError
+from bilevel.learners.library import TrainedLearner
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,8 @@ def test_a_picture_of_no_class_is_none_of_these_and_never_where_that_is_not_want
         desk.choose(rate=0.03)
 
 
-def test_a_model_without_calibration_says_why_it_cannot_say_none(desk):
+def test_a_model_without_calibration_says_why_it_cannot_say_none(desk, monkeypatch):
+    monkeypatch.setattr(TrainedLearner, "calibrations", [])
     taught(desk)
     desk.choose("zoo:miniimagenet-c4l-staged")
     state = desk.state()
