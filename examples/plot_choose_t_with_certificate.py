@@ -51,7 +51,7 @@ truth = float(mse(minimiser, task.val))
 
 # %%
 # One certificate, printed in full
-# -----------------------------
+# --------------------------------
 
 dynamics = bl.GradientDescent(lr=0.1)
 print(bl.certify(ridge, lam, task, dynamics=dynamics, steps=80))

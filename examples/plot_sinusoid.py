@@ -85,7 +85,7 @@ def problem(waves):
 
 # %%
 # Three ways to find a start
-# ---------------------
+# --------------------------
 # With no steps at all, T = 0, the same code is ordinary training on all waves at once; their mean is nearly flat, so
 # there is not much to learn that way.
 
