@@ -158,7 +158,8 @@ class CompiledMethod(Method):
 def _form(process: Process) -> Hashable:
     """The properties of a process, besides its functions, that compiled code relies on."""
     tensors = [form_of(x) for x in (*process.variables, *process.data())]
-    structure = process.lam_spec, process.task_spec, key_orders((process.lam, process.task)), process.constants()
+    both = process.lam, process.task
+    structure = process.lam_spec, process.task_spec, key_orders(both), trees.settings(both), process.constants()
     return structure, ambient_state(), process.allow_unused, process.times, tuple(tensors)
 
 

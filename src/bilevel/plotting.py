@@ -92,6 +92,8 @@ def save(figure: Figure, path: Path) -> None:
     with warnings.catch_warnings():
         # A script that no installed font has is drawn as boxes; the user can do nothing about it here.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        # A very long name may leave no room for the layout; the picture is then drawn without it.
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")
         figure.savefig(content, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {"Software": None})
     write_bytes(path, content.getvalue())
 

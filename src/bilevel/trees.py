@@ -17,6 +17,8 @@ Tree: TypeAlias = Any
 # An `optree.PyTreeSpec`. Its annotations are less precise than Any for our trees.
 Spec: TypeAlias = Any
 NAMESPACE = "bilevel"
+# The dataclasses that are nodes, with the names of their children.
+_registered: dict[type, tuple[str, ...]] = {}
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Spec]:
@@ -45,6 +47,21 @@ def register(cls: type, fields: Sequence[str]) -> None:
         return [getattr(node, name) for name in fields], _IgnoredSettings(rest), tuple(fields)
 
     optree.register_pytree_node(cls, split, unflatten, namespace=NAMESPACE)
+    _registered[cls] = tuple(fields)
+
+
+def settings(tree: Tree) -> tuple[dict[str, Any], ...]:
+    """What the registered dataclasses in `tree` hold besides their children; structures do not compare it."""
+    found: list[dict[str, Any]] = []
+
+    def collect(node: Any) -> bool:
+        if type(node) in _registered:
+            children = _registered[type(node)]
+            found.append({name: value for name, value in vars(node).items() if name not in children})
+        return False
+
+    optree.tree_leaves(tree, is_leaf=collect, namespace=NAMESPACE)
+    return tuple(found)
 
 
 class _IgnoredSettings(dict[str, Any]):

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from app_fixtures import circle, cross, png, saved, taught, zigzag
+from app_fixtures import circle, cross, lattice, png, saved, taught, zigzag
 from PIL import Image
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -215,8 +215,7 @@ def test_a_stranger_is_none_of_these(page, page_of_desk):
     taught(page_of_desk.desk)
     page.reload()
     page.wait_for_selector("#settings:visible")
-    noise = np.random.default_rng(0).integers(0, 2, (28, 28), np.uint8) * 255
-    drop(page, "#pad", ("noise.png", "image/png", saved(Image.fromarray(noise))))
+    drop(page, "#pad", ("lattice.png", "image/png", lattice()))
     says(page, "None of these")
     assert "nearest: " in page.locator("#sure").inner_text() and page.locator("#bars li.best").count() == 0
     page.locator("#rate").select_option("0")

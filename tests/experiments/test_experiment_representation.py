@@ -275,10 +275,10 @@ def test_kin_are_counted_where_classes_can_be_kin(subject, monkeypatch):
     with single_precision():
         assert representation.nearness(settings, one, lambda doing: None) is None
         # Everything is kin to everything; and one side's first class to all of the other's.
-        monkeypatch.setattr(representation, "kin", lambda a, b: True)
+        monkeypatch.setattr(representation, "related", lambda a, b: True)
         found = representation.nearness(settings, one, lambda doing: None)
         assert found["pixels"]["nearest"]["mean"] == found["learned"]["any"]["mean"] == 1
-        monkeypatch.setattr(representation, "kin", lambda a, b: a.startswith("greek"))
+        monkeypatch.setattr(representation, "related", lambda a, b: a.startswith("greek"))
         found = representation.nearness(settings, one, lambda doing: None)
     streams = representation._streams(settings, one)
     shares = []

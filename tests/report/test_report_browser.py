@@ -326,7 +326,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page):
 def test_a_page_about_trainings_opens_with_them(world, page, session, tmp_path):
     torch.set_default_dtype(torch.float32)
     run(tmp_path / "run", world.settings, world.data)
-    for spec, tab in ((tmp_path / "run", "training"), ("zoo:omniglot-5way-1shot", "filters")):
+    for spec, tab in ((tmp_path / "run", "training"), ("zoo:omniglot-5way-5shot", "filters")):
         written = write([spec], tmp_path / "page.html", episodes=0, progress=False)
         alone = page.context.new_page()
         alone.goto(written.path.as_uri())

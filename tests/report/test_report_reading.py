@@ -300,15 +300,19 @@ def test_the_page_needs_nothing_else(site):
 
 
 def test_the_command_prints_where_the_page_is_and_what_it_holds(results, tmp_path):
-    done = call("report", results, "zoo:omniglot-5way-1shot", "--episodes", 0, "--out", tmp_path / "page.html")
-    assert done.exit_code == 0, done.output
-    assert f"report: {tmp_path / 'page.html'}" in done.stdout and "1 result(s), 1 run(s) or model(s); " in done.stdout
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Ridge regression." in text and "omniglot 5-way 1-shot" in text and "98.5\N{NO-BREAK SPACE}%" in text
+    def page(model):
+        done = call("report", results, model, "--episodes", 0, "--out", tmp_path / "page.html")
+        assert done.exit_code == 0, done.output
+        assert f"report: {tmp_path / 'page.html'}" in done.stdout
+        assert "1 result(s), 1 run(s) or model(s); " in done.stdout
+        return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+    text = page("zoo:omniglot-5way-5shot")
+    assert "Ridge regression." in text and "omniglot 5-way 5-shot" in text and "99.5\N{NO-BREAK SPACE}%" in text
     # Without curves there is nothing to draw, and the page is small.
     assert "plotly.js v" not in text and len(text) < 300_000 and "there are no curves" in text
     # Where the zoo's model began is told too.
-    assert text.count("bilevel train omniglot-5way-1shot") >= 3
+    assert page("zoo:omniglot-5way-1shot").count("bilevel train omniglot-5way-1shot") >= 3
 
 
 def test_without_words_it_looks_in_the_usual_places(results, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ def problem(hyperparameters, loss=mse_loss, **settings):
     return model, loss, hyperparameters, (X[:20], y[:20]), (X[20:], y[20:])
 
 
+@pytest.mark.filterwarnings("ignore:On 8 held-out examples")  # which of them does better is not what is tested
 def test_the_result_is_the_loss_of_its_values_and_says_how_many_trainings():
     rates = [LearningRate(0.01, per="step"), WeightDecay(1e-3)]
     args = problem(rates)
