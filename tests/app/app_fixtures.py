@@ -40,7 +40,11 @@ def taught(desk):
 
 
 def lattice():
-    """A picture that is neither a circle nor a zigzag: three lines across three."""
+    """A picture that is neither a circle nor a zigzag: three lines across three.
+
+    It was chosen because the model finds it. With two classes of one picture each it misses most strangers: of eleven
+    pictures that were tried, noise, lines and a cross among them, this was the only one.
+    """
     picture = Image.new("L", (105, 105), 255)
     pen = ImageDraw.Draw(picture)
     for place in (10, 52, 95):
