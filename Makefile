@@ -10,12 +10,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 demo: $(VENV)/installed
 	$(BIN)/bilevel demo
 
+# Two processes with one thread each: numerical libraries would otherwise start as many threads as there are cores in
+# each of them.
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The mathematics and the small parts, in a few minutes; `make test` runs everything.
 test-quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -30,7 +30,7 @@ Evaluate = Callable[[np.ndarray], object]
 
 
 def engine(table: FoldedTable, folds: Folds, method: bl.Method, steps: int = 0) -> Evaluate:
-    """A method on a table, all folds in one task; each evaluation begins where the one before it ended."""
+    """A method on a table, all folds in one task. Each evaluation starts from the one before."""
     task = table.task(folds)
     known: dict[str, object] = {"start": table.start(task), "adjoint": None}
     curvature = float(torch.linalg.eigvalsh(task.train[0]).max()) if steps else 1.0
@@ -75,7 +75,7 @@ def logistic(X: np.ndarray, y: np.ndarray, folds: Folds) -> Iterator[tuple[str, 
 
 
 def seconds(evaluate: Evaluate, features: int) -> float:
-    """The median of evaluations at neighbouring points, as in a descent."""
+    """The median time of evaluations at neighbouring points, as in a descent."""
     rng = np.random.default_rng(1)
     log_alpha, taken = np.full(features, 3.0), []
     for _ in range(ROUNDS + 1):

@@ -32,7 +32,7 @@ SMALL = 20_000  # entries of a table up to which ten splits are drawn
 
 @dataclass(frozen=True)
 class Table:
-    """Data with a name: `draw(seed)` gives (X, y) to train on and (X, y) to be judged on."""
+    """Data with a name: `draw(seed)` returns (X, y) for training and (X, y) for testing."""
 
     name: str
     draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
@@ -94,7 +94,7 @@ CLASSIFICATION = [
     generated(10_000, 300, 30, classes=True, noise=2),
 ]
 
-# What is compared, the rival first.
+# The models that are compared, the rival first.
 FAMILIES: dict[str, tuple[list[Table], dict[str, Callable[[], object]]]] = {
     "ridge": (
         REGRESSION,

@@ -28,11 +28,12 @@ from bilevel.learners.library import TrainedLearner, zoo
 from picture_sets import PictureSet, sets
 
 RATE = 0.05
-# Episodes for networks of small and of large pictures, and for calibration.
+# The number of episodes for networks of small pictures, for networks of large pictures, and for calibration.
 EPISODES, LARGE, CALIBRATED = 100, 40, 30
-# The goals of the issue that asked for them: set, model, least accuracy in per cent.
+# Goals: set, model, least accuracy in per cent.
 GOALS = {"digits, mixed sizes and polarities": 86.0, "letters in a corner": 80.0, "letters in a shadow": 80.0}
-# Sets on which probabilities are looked at, and with how many classes; as many others are strangers, if there are any.
+# Sets on which probabilities are evaluated, and the numbers of classes. As many other classes are strangers, if the
+# set has them.
 CALIBRATED_WAYS = {
     "letters, 28 pixels": (20,),
     "letters, original files": (20,),
@@ -47,7 +48,7 @@ Adapt = Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 @dataclass(frozen=True)
 class Contestant:
-    """What classifies: a name, how pictures are prepared for it, and how it learns from labelled ones."""
+    """A classifier: its name, how pictures are prepared for it, and how it learns from labelled ones."""
 
     name: str
     preparation: Preparation
@@ -57,7 +58,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Episode:
-    """Places of pictures: labelled ones and those to be classified, with their classes 0, 1, …; and strangers."""
+    """Positions of the labelled pictures, of those to be classified (classes 0, 1, …), and of strangers."""
 
     support: np.ndarray
     labels: np.ndarray
@@ -67,7 +68,7 @@ class Episode:
 
 
 def episodes(task: PictureSet, labels: np.ndarray, count: int) -> Iterator[Episode]:
-    """The same for every contestant."""
+    """The episodes, the same for every contestant."""
     classes = np.unique(labels)
     for number in range(count):
         draw = np.random.default_rng([3, number])
@@ -86,7 +87,7 @@ def episodes(task: PictureSet, labels: np.ndarray, count: int) -> Iterator[Episo
 
 
 class Prepared:
-    """A set's pictures as contestants see them; each preparation is made once."""
+    """The pictures of a set as contestants receive them. Each preparation is done once."""
 
     def __init__(self, task: PictureSet) -> None:
         self.task = task
@@ -139,7 +140,7 @@ def contestants(found: dict[str, TrainedLearner], drawn: bool) -> list[Contestan
 
 
 def _episodes(model: TrainedLearner, drawn: bool) -> int:
-    """Fewer for networks of large pictures, which are slow, and fewest where they see the wrong kind of pictures."""
+    """The number of episodes: fewer for slow networks of large pictures, fewest if the kind of pictures is wrong."""
     return EPISODES if model.learner.shape[1] <= 28 else LARGE // 2 if drawn else LARGE
 
 
@@ -171,9 +172,9 @@ def probabilities(model: TrainedLearner, data: Prepared, ways: int, count: int) 
         after.append((scores / classifier.temperature).softmax(1))
         answers.append(torch.from_numpy(episode.answers))
         none = recognition.none_of_these(model, classifier, RATE)
-        alarms += none(scores)
+        alarms += none(images[episode.queries])
         if len(episode.strangers):
-            found += none(classifier.scores(images[episode.strangers]))
+            found += none(images[episode.strangers])
     truth = torch.cat(answers)
     errors = [f"{100 * calibration_error(torch.cat(part), truth):.1f}" for part in (before, after)]
     return [*errors, f"{100 * np.mean(alarms):.1f}", f"{100 * np.mean(found):.1f}" if found else "–"]
@@ -185,7 +186,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def chosen_for(task: PictureSet) -> str:
-    """What `bilevel classify` takes where no model is named."""
+    """The model that `bilevel classify` uses by default."""
     return choice.choose(int(task.drawn), 1, task.ways, task.shots).spec
 
 
@@ -209,7 +210,7 @@ def main() -> None:
 
 
 def measure(task: PictureSet, found: dict[str, TrainedLearner], chosen: str, scale: float, figures: Figures) -> None:
-    """Add what the contestants whose name contains `chosen` do on one set to the figures."""
+    """Measure the contestants whose name contains `chosen` on one set, and add the results to the figures."""
     data = Prepared(task)
     here = figures.setdefault(task.name, {})
     for one in contestants(found, task.drawn):
@@ -243,7 +244,7 @@ def written(figures: Figures) -> str:
             "",
         ]
         head = ["", *(f"{task.name}, {task.ways}-way {task.shots}-shot" for task in some)]
-        # Models before classifiers of pixels, in the order of the alphabet.
+        # Models before classifiers of pixels, in alphabetical order.
         names = sorted({name for task in some for name in rows[task.name]}, key=lambda name: (" " in name, name))
         body = [
             [name if " " in name else f"`{name}`", *(_cell(name, rows[task.name].get(name), task) for task in some)]
@@ -260,7 +261,7 @@ def written(figures: Figures) -> str:
 
 
 def _looked_at(name: str, task: PictureSet) -> bool:
-    """For drawings the model that `bilevel classify` takes, for photographs all models of photographs."""
+    """For drawings the default model of `bilevel classify`, for photographs all models of photographs."""
     return name == chosen_for(task) or not task.drawn
 
 

@@ -1,4 +1,4 @@
-"""Pictures as users bring them: letters, digits and photographs that no model was trained on, in several conditions."""
+"""Pictures like those of users: letters, digits and photographs that no model was trained on, in several conditions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bilevel.data.places import data_root
 
 # Pictures of each class: letters have 20 in all.
 LETTERS_EACH, DIGITS_EACH, PHOTOGRAPHS_EACH = 5, 60, 40
-# Pixels of the page on which a drawing stands in a corner, and of the drawing there.
+# The size in pixels of a page with a drawing in a corner, and of that drawing.
 PAGE, ON_PAGE = (420, 300), (70, 110)
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 

@@ -42,6 +42,9 @@ def arguments(sections: dict[str, Section]) -> argparse.Namespace:
         "--checkout", type=Path, help="a checkout of benchmark_bilevel, for the section `referee`; it is only read"
     )
     parser.add_argument(
+        "--minutes", type=float, help="`referee`: begin no run later than this; the next call goes on from there"
+    )
+    parser.add_argument(
         "--show", action="store_true", help="measure nothing: make the tables and pictures again from earlier figures"
     )
     return parser.parse_args()
@@ -52,6 +55,8 @@ def main() -> None:
     options = arguments(sections)
     if options.checkout:
         os.environ["REFEREE_CHECKOUT"] = str(options.checkout.resolve())
+    if options.minutes is not None:
+        os.environ["REFEREE_MINUTES"] = str(options.minutes)
     console = Console()
     if not console.is_terminal:
         console.width = 140

@@ -27,6 +27,7 @@ from bilevel.estimators import (
     BilevelAdditiveClassifier,
     BilevelAdditiveRegressor,
     BilevelElasticNet,
+    BilevelLasso,
     BilevelLogisticRegression,
     BilevelRidge,
 )
@@ -35,7 +36,7 @@ Build = Callable[[pd.DataFrame], Any]
 DEFAULT = "BilevelAdditive"
 OURS = (DEFAULT, "BilevelRidge", "BilevelElasticNet", "BilevelLogisticRegression")
 ALPHAS = np.logspace(-3, 5, 33)
-# A constant prediction; what a model counts as that fails or takes too long.
+# The constant prediction. A model that fails or takes too long is counted as this one.
 CONSTANT = "constant"
 
 
@@ -44,7 +45,7 @@ def _text(X: pd.DataFrame) -> list[str]:
 
 
 def prepared(X: pd.DataFrame, *, scale: bool = True) -> Any:
-    """Medians for gaps, indicators for categories, standardised: what linear models, forests and pyGAM are given."""
+    """Medians for gaps, indicators for categories, standardised: the input of linear models, forests and pyGAM."""
     text = _text(X)
     numbers = [name for name in X if name not in text]
     columns = make_column_transformer(
@@ -60,7 +61,7 @@ def with_features(model: Any, scale: bool = True) -> Build:
 
 
 def as_categories(X: pd.DataFrame) -> pd.DataFrame:
-    """Text as pandas categories, which boosting takes as they are, and with gaps."""
+    """Text as pandas categories, and gaps, both of which boosting accepts."""
     return X.astype(dict.fromkeys(_text(X), "category"))
 
 
@@ -79,7 +80,7 @@ def ebm(classes: bool) -> Build:
 
 
 class PyGAM(BaseEstimator):
-    """pyGAM with its grid search over one smoothing penalty; classes one against the rest."""
+    """pyGAM with its grid search over one smoothing penalty. Several classes are one against the rest."""
 
     def __init__(self, classes: bool = False) -> None:
         self.classes = classes
@@ -111,7 +112,7 @@ class OnOurBasis(BaseEstimator):
         self.classes = classes
 
     def fit(self, X: Any, y: Any) -> OnOurBasis:
-        # Two iterations: the basis is wanted, not the penalties.
+        # Two iterations are enough: only the basis is used, not the penalties.
         self.basis_ = (BilevelAdditiveClassifier if self.classes else BilevelAdditiveRegressor)(max_iter=2).fit(X, y)
         model = _logistic() if self.classes else RidgeCV(ALPHAS)
         self.model_ = model.fit(self.basis_._features(X), y)
@@ -134,6 +135,8 @@ REGRESSION: dict[str, Build] = {
     DEFAULT: lambda X: BilevelAdditiveRegressor(),
     "BilevelRidge": with_features(BilevelRidge),
     "BilevelElasticNet": with_features(BilevelElasticNet),
+    "BilevelLasso": with_features(BilevelLasso),
+    "BilevelLasso, shared": with_features(lambda: BilevelLasso("shared")),
     "RidgeCV": with_features(lambda: RidgeCV(ALPHAS)),
     "LassoCV": with_features(LassoCV),
     "ElasticNetCV": with_features(ElasticNetCV),

@@ -38,7 +38,7 @@ class Table:
         return self.source.split("/")[1]
 
     def load(self) -> tuple[pd.DataFrame, pd.Series]:
-        """X with missing values and categories as they come, and y; rows without y are left out."""
+        """X with missing values and categories as in the file, and y. Rows without y are left out."""
         frame = _read(*self.source.split("/"))
         frame = frame[frame[self.target].notna()].reset_index(drop=True)
         X, y = frame.drop(columns=[self.target, *self.drop]), frame[self.target]

@@ -27,7 +27,7 @@ from harness.contract import Case, Run, Unavailable
 
 
 def load_contestant(path: Path) -> Callable[[Case], Run]:
-    """The contestant's `prepare`; loaded by path, because a contestant may bear the name of the package it imports."""
+    """The contestant's `prepare`, loaded by path, because a contestant may have the name of a package it imports."""
     spec = importlib.util.spec_from_file_location(f"contestant_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,11 +37,11 @@ def load_contestant(path: Path) -> Callable[[Case], Run]:
 
 
 def timed(run: Run, threads: int) -> tuple[float, Any]:
-    """The processor's seconds for one thread: they are those of the clock, without what other programs took of it."""
+    """The seconds of a call and its result: processor time for one thread, which other programs do not change."""
     clock = time.process_time if threads == 1 else time.perf_counter
-    began = clock()
+    started = clock()
     result = run()
-    return clock() - began, result
+    return clock() - started, result
 
 
 # The cores that this process may use.
@@ -49,14 +49,17 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 
 
 def use(cores: list[int]) -> None:
-    """Stay on these. The kernel counts the time of a thread that runs on another core only now and then, so that what a
-    library computes in threads of its own would be missing from some calls and be too much in others."""
+    """Run on these cores only.
+
+    The kernel updates the time of a thread on another core only at intervals. So the time of a library's own threads
+    would be attributed to the wrong calls.
+    """
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 class Answers:
-    """The requests, one method each."""
+    """The answers to requests, one method per kind of request."""
 
     def __init__(self, prepare: Callable[[Case], Run]) -> None:
         self.prepare = prepare
@@ -89,7 +92,7 @@ class Answers:
 
 
 def main() -> None:
-    # Whatever a library prints goes to stderr; the pipe carries answers only.
+    # Output of libraries goes to stderr. The pipe carries only answers.
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     use(CORES[-1:])  # before a library starts its threads, which inherit it

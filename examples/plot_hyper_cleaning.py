@@ -36,7 +36,7 @@ torch.manual_seed(0)
 
 
 def pictures():
-    """MNIST, or scikit-learn's digits where it is not at hand: images in [0, 1] and labels, to learn from and test."""
+    """MNIST, or scikit-learn's digits if MNIST is missing: images in [0, 1] and labels, to learn from and test."""
     try:
         mnist = load("mnist", progress=False)
     except bl.BilevelError:
@@ -80,7 +80,7 @@ print(result)
 # %%
 # Which labels are wrong?
 # -----------------------
-# An example whose weight fell is called wrong. The tuning has seen neither ``wrong`` nor how many there are.
+# An example whose weight fell is called wrong. The tuning does not use ``wrong``, or the number of wrong labels.
 
 weights = torch.as_tensor(result.values["example_weights"])
 called = weights < 0.5
@@ -94,7 +94,7 @@ print(f"called wrong: {int(called.sum())} of {count}; precision {precision:.3f},
 # -------------------------
 # The weights above belong to these examples. ``ExampleWeight`` tunes a scorer instead, here two numbers that turn the
 # loss of an example into its weight, so that every example has one. The model that is trained with them is a small
-# network, which tells wrong labels from hard examples better than a linear model does.
+# network, which distinguishes wrong labels from hard examples better than a linear model does.
 
 
 class Judge(torch.nn.Module):

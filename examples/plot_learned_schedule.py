@@ -32,7 +32,7 @@ plt.style.use("tableau-colorblind10")
 
 
 def pictures():
-    """MNIST, or scikit-learn's digits where it is not at hand: images in [0, 1], labels, and where to cut them."""
+    """MNIST, or scikit-learn's digits if MNIST is missing: images in [0, 1], labels, and where to cut them."""
     try:
         mnist = load("mnist", progress=False)
     except bl.BilevelError:
@@ -55,7 +55,7 @@ def network(seed):
 
 
 def train_with(rates, seed=0, iterations=0, per="step", batches="same"):
-    """Tune for some hyperiterations, beginning with these rates; 0 only trains with them."""
+    """Tune for some hyperiterations, beginning with these rates. With 0 hyperiterations it only trains with them."""
     return bl.tune(
         network(seed),
         F.cross_entropy,

@@ -32,7 +32,7 @@ plt.style.use("tableau-colorblind10")
 # %%
 # The family
 # ----------
-# Of the 45 pairs of digits, 25 are for learning λ and 20 are kept aside. A task is a batch of twelve pairs, each with
+# Of the 45 pairs of digits, 25 are used to learn λ and 20 to test it. A task is a batch of twelve pairs, each with
 # new examples and with a network of its own. The start of a network is part of the task's data and w is what the
 # steps add to it, so that λ cannot overfit one particular start.
 
@@ -136,7 +136,7 @@ print(solution.outcome)
 # %%
 # On new pairs of digits
 # ----------------------
-# Loss on test images along the way, and for as many steps again as λ was learned for.
+# The loss on test images after every step, up to twice as many steps as λ was learned for.
 
 times = range(0, 2 * STEPS + 1, STRIDE)
 curves = {

@@ -94,7 +94,7 @@ learners = {  # the problem, where λ begins, the dynamics, T
     ),
     "common model": (common_model, {"common": vector, "penalty": number}, bl.GradientDescent(0.08), 25),
 }
-# Step sizes beyond 2/ν diverge, so Λ keeps them, and the penalties that add to ν, below.
+# Step sizes above 2/ν diverge, so Λ bounds them, and the penalties, which add to ν.
 boxes = {"start": bl.Box(-9, 9), "common": bl.Box(-9, 9), "lr": bl.Box(-8, -1.8), "penalty": bl.Box(-8, 1)}
 
 
@@ -114,7 +114,7 @@ def learn(name, task):
 
 
 def use(name, lam, task, steps=None):
-    """f_T(λ) alone: train on each task's examples as before, and take the error on its test data."""
+    """f_T(λ) on test data: train on the examples of each task as before, and return the error on its test data."""
     problem, _, dynamics, usual = learners[name]
     with torch.no_grad():
         return float(bl.objective(problem, lam, task, dynamics=dynamics, steps=usual if steps is None else steps))

@@ -61,8 +61,9 @@ plt.show()
 
 # %%
 # How the criterion fell: first with one penalty for all, then with one for each column. The *tether* pulls these
-# towards a common value; nested cross-validation chose its strength. Without it the criterion would fall further, and
-# the error on new rows would rise: 400 penalties can overfit the folds.
+# towards a common value. Its strength is chosen by an estimate of the criterion in which every row is left out of the
+# tuning too. Without the tether the criterion would fall further, and the error on new rows would rise: 400 penalties
+# can overfit the folds.
 
 free = BilevelRidge(tether=0).fit(X, y)
 for name, tuned in (("tether chosen", model), ("no tether", free)):
@@ -81,9 +82,9 @@ plt.show()
 # %%
 # Many tables, and where it does not help
 # ---------------------------------------
-# The same for several tables, beside the lasso, which was made for this case and is the better tool for it; and for
-# tables in which every column matters. There the lasso fails, and the tuned tether should be infinite: one penalty for
-# all.
+# The same for several tables, compared with the lasso, which is made for this case and is the better tool for it; and
+# for tables in which every column matters. There the lasso fails, and the tuned tether should be infinite: one penalty
+# for all.
 
 rivals = {
     "RidgeCV": lambda: RidgeCV(alphas=np.logspace(-2, 5, 50)),

@@ -16,9 +16,9 @@ SLOW_FOLDERS = {
     *("search", "tabular", "training", "tuning"),
 }
 SLOW_FILES = {
-    *("batteries", "battery_mutants", "compile", "compiled_objectives", "costs", "cross_validation", "data_glyphs"),
-    *("implicit", "meta_training", "outer_loop", "readme", "reversible", "second_derivatives"),
-    "zoo",
+    *("batteries", "compile", "compiled_objectives", "costs", "cross_validation", "data_glyphs", "dynamics_mutants"),
+    *("implicit", "learner_battery", "meta_training", "method_mutants", "outer_loop", "readme", "reversible"),
+    *("second_derivatives", "zoo"),
 }
 
 

@@ -1,5 +1,6 @@
 """A part of Glyphs: drawing all of it takes half a minute, these scripts take seconds."""
 
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -16,8 +17,10 @@ FEW = {
 
 
 @contextmanager
-def drawn(folder):
-    """Inside the block `load("glyphs")` has these scripts only."""
+def drawn(tmp_path_factory):
+    """Inside the block `load("glyphs")` has these scripts only, drawn once for all files and processes of the tests."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "few-scripts"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_scripts, "SCRIPTS", FEW)
         patch.setenv("BILEVEL_CACHE", str(folder))

@@ -1,8 +1,8 @@
 """The outside referee: our solvers and those of benchmark_bilevel (benchopt) on its own problems.
 
-As a program: `python -m sections.referee logistic-0 cleaning-0 …` measures parts (a problem and a seed), which the
-next `python run.py --only referee` at the same commit takes over instead of measuring them again. It reads the
-checkout's path from REFEREE_CHECKOUT. With REFEREE_KEPT=1 that run measures no other parts: it shows what there is.
+A full run takes about 20 minutes. Every run of a solver is kept in `.bench/referee_runs.jsonl` when it ends, and is not
+repeated while the package and `referee/` are the same: an interrupted measurement goes on. With `--minutes 10` no run
+begins after 10 minutes; the tables then show what there is, and say what is missing.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import math
 import os
 import statistics
 import subprocess
-import sys
-import tempfile
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.environments import FOLDER, NotInstalled, python_of, single_threaded
-from harness.results import machine
+from harness.environments import FOLDER, ROOT, NotInstalled, python_of, single_threaded
 from harness.timing import TOLERANCE, Disagreement
 
 if TYPE_CHECKING:
@@ -70,8 +68,7 @@ STRUCTURES = {
 SECONDS = {"quadratics": 8.0, "logistic": 1.0, "cleaning": 5.0}
 # How many of theirs, and of our single loops, run with more seeds than the first.
 BEST = 5
-# Optuna proposes each of the 20,000 weights by itself and does not come back.
-LEFT_OUT = {"cleaning": {"optuna"}}
+DIED = "its process ended without an answer"
 GRADIENT = 1e-6
 
 
@@ -83,6 +80,7 @@ class Run:
         values: seconds, iterations and the metric, wherever the metric was better than before.
         losses: the same for the outer objective.
         per_iteration: seconds, without what comes before the first call of the callback.
+        whole: seconds with compilation and the evaluations of the metric.
         error: why it did not run to its end.
     """
 
@@ -96,6 +94,7 @@ class Run:
     seconds: float = 0.0
     iterations: int = 0
     per_iteration: float = 0.0
+    whole: float = 0.0
     error: str = ""
 
     @property
@@ -113,18 +112,59 @@ def measure(bench: Bench) -> dict[str, Any]:
         interpreter = os.environ.get("REFEREE_PYTHON") or str(python_of("referee", REQUIREMENTS))
     except NotInstalled as error:
         return {"missing": f"Not measured: {error}"}
+    end = time.monotonic() + 60 * float(os.environ.get("REFEREE_MINUTES", "inf"))
     problems = [problem for problem in STRUCTURES if problem != "cleaning" or os.environ.get("BILEVEL_DATA")]
     apart = compared(bench.folder / "compared", [interpreter, "-m", "referee.objectives", checkout, *problems])
     bench.tick("objectives compared", 0.1)
     seeds, share = bench.pick(quick=(1, 0.25), full=(3, 1.0))
     single, theirs = bench.pick(quick=(LOOPS[:1], QUICK), full=(LOOPS, THEIRS))
-    contest = Contest([interpreter, "-m", "referee.arena", checkout], bench.folder / "arena", single, theirs, share)
-    runs = []
-    for problem in problems:
-        for seed in range(seeds):
-            runs += list(contest.measured(problem, seed)) if bench.quick else contest.part(problem, seed)
-            bench.tick(f"{problem}, seed {seed}", 0.9 / (seeds * len(problems)))
-    return {"apart": apart, "seeds": seeds, "seconds": {p: share * SECONDS[p] for p in problems}, "runs": runs}
+    kept = Kept(bench.folder / "runs.jsonl" if bench.quick else FOLDER / "referee_runs.jsonl", fingerprint())
+    contest = Contest([interpreter, "-m", "referee.arena", checkout], bench.folder / "arena", kept, share, end)
+    # All problems have a first seed before one has a second.
+    for seed in range(seeds):
+        for problem in problems:
+            names = [*STRUCTURES[problem], *solvers(problem, seed, kept, single, theirs)]
+            for name in contest.measured(problem, seed, names):
+                bench.tick(f"{problem}, seed {seed}: {name}", 0.9 / (seeds * len(problems) * len(names)))
+    seconds = {problem: share * SECONDS[problem] for problem in problems}
+    return {"apart": apart, "seeds": seeds, "seconds": seconds, "runs": [asdict(run) for run in kept.runs]}
+
+
+def solvers(problem: str, seed: int, kept: Kept, single: tuple[str, ...], theirs: tuple[str, ...]) -> list[str]:
+    """Our single loops and theirs, each beside its counterpart; with later seeds, the best of the first."""
+    if seed:
+        first = [run for run in kept.runs if (run.problem, run.seed) == (problem, 0) and run.values]
+        single, theirs = (best(first, names) for names in (single, theirs))
+    return sorted((*single, *theirs), key=lambda name: THEIRS.index(name.removeprefix("bilevel_")))
+
+
+def fingerprint() -> str:
+    """What a run depends on: the package and the referee's part of the benchmark, as git knows them."""
+    places = ("src", "benchmarks/referee")
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout
+
+    return " ".join(git("rev-parse", *(f"HEAD:{place}" for place in places)).split()) + git("diff", "HEAD", *places)
+
+
+class Kept:
+    """The runs in a file that were made with the same fingerprint. New ones are written as soon as they end."""
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path, self.fingerprint = path, fingerprint
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        self.runs = [Run(**line["run"]) for line in found if line["fingerprint"] == fingerprint]
+
+    def add(self, run: Run) -> None:
+        self.runs.append(run)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"fingerprint": self.fingerprint, "run": asdict(run)}) + "\n")
+
+    def has(self, problem: str, seed: int, solver: str) -> bool:
+        return any((run.problem, run.seed, run.solver) == (problem, seed, solver) for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -134,42 +174,36 @@ class Contest:
     Attributes:
         words: the command, without the problem and the solvers.
         folder: where the arena may write.
-        single, theirs: the solvers besides those of `STRUCTURES`.
+        kept: where runs are found and put.
         share: of the seconds of a solver.
+        end: when the last run may begin, by the monotonic clock.
     """
 
     words: list[str]
     folder: Path
-    single: tuple[str, ...] = LOOPS
-    theirs: tuple[str, ...] = THEIRS
+    kept: Kept
     share: float = 1.0
+    end: float = math.inf
 
-    def part(self, problem: str, seed: int) -> list[dict[str, Any]]:
-        """The runs of one problem and seed. Each is kept when it ends, and not measured again at the same commit."""
-        path, commit = FOLDER / "referee_parts" / f"{problem}-{seed}.jsonl", machine()["commit"]
-        kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        runs = [line["run"] for line in kept if line["commit"] == commit]
-        if os.environ.get("REFEREE_KEPT"):
-            return runs
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            for run in self.measured(problem, seed, {run["solver"] for run in runs}):
-                file.write(json.dumps({"commit": commit, "run": run}) + "\n")
-                file.flush()
-                runs.append(run)
-        return runs
-
-    def measured(self, problem: str, seed: int, done: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-        single, theirs = self.single, self.theirs
-        if seed:
-            first = [Run(**run) for run in self.part(problem, 0) if run["values"]]
-            single, theirs = (best(first, names) for names in (single, theirs))
-        left_out = {*LEFT_OUT.get(problem, ()), *done}
-        pairs = sorted((*single, *theirs), key=lambda name: THEIRS.index(name.removeprefix("bilevel_")))
-        names = [name for name in (*STRUCTURES[problem], *pairs) if name not in left_out]
+    def measured(self, problem: str, seed: int, names: list[str]) -> Iterator[str]:
+        """Run what has not been run, and name every solver that has."""
+        open_names = [name for name in names if not self.kept.has(problem, seed, name)]
+        yield from (name for name in names if name not in open_names)
         target = 0.0 if problem == "cleaning" else GRADIENT
-        words = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target), *names]
-        return (asdict(Run(problem, seed, **found)) for found in ask(self.folder, words)) if names else iter(())
+        first = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target)]
+        while open_names and time.monotonic() < self.end:
+            for found in ask(self.folder, [*first, *open_names]):
+                open_names.remove(found["solver"])
+                yield self._keep(problem, seed, found)
+                if time.monotonic() >= self.end:
+                    return
+            if open_names:
+                name = open_names.pop(0)
+                yield self._keep(problem, seed, {"solver": name, "label": name, "error": DIED})
+
+    def _keep(self, problem: str, seed: int, found: dict[str, Any]) -> str:
+        self.kept.add(Run(problem, seed, **found))
+        return str(found["solver"])
 
 
 def best(runs: list[Run], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -199,7 +233,11 @@ def ask(folder: Path, words: list[str]) -> Iterator[dict[str, Any]]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen(words, env=environment, cwd=folder, **pipes) as process:
         assert process.stdout is not None
-        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+        try:
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+        finally:
+            # The caller may stop early.
+            process.terminate()
 
 
 @dataclass(frozen=True)
@@ -307,7 +345,8 @@ def tables(figures: Figures) -> Iterator[Table]:
         body = []
         for s in found.values():
             more = [number(s.loss_seconds), f"{s.loss:.4f}"] if cleaning else []
-            best, each = f"{s.best:.4g}", f"{s.per_iteration * 1e3:.3g}"
+            # With one call of the callback only, iterations cannot be told from what comes before them.
+            best, each = f"{s.best:.4g}", f"{s.per_iteration * 1e3:.3g}" if s.per_iteration else "–"
             body.append(
                 [s.run.label, s.run.group, str(s.seeds), number(s.seconds), number(s.iterations), each, best, *more]
             )
@@ -351,17 +390,3 @@ def pictures(figures: Figures) -> Iterator[Picture]:
     figure.legend(handles, list(colours), ncol=3, loc="lower center", bbox_to_anchor=(0.5, -0.06), frameon=False)
     figure.tight_layout()
     yield Picture("referee.png", "The best value so far of each solver against its processor time", figure)
-
-
-def main() -> None:
-    interpreter = os.environ.get("REFEREE_PYTHON") or str(python_of("referee", REQUIREMENTS))
-    with tempfile.TemporaryDirectory() as folder:
-        contest = Contest([interpreter, "-m", "referee.arena", os.environ["REFEREE_CHECKOUT"]], Path(folder) / "arena")
-        for part in sys.argv[1:]:
-            problem, _, seed = part.partition("-")
-            found = contest.part(problem, int(seed))
-            print(f"{part}: {len(found)} solvers, {sum(run['seconds'] for run in found):.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()

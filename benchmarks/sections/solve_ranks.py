@@ -44,7 +44,7 @@ class Shared:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    size, repeats = bench.pick(quick=(2, 1), full=(20, 3))
+    size, repeats = bench.pick(quick=(2, 1), full=(8, 2))
     answers: dict[tuple[str, int], list[dict[str, Any]]] = {(case, ranks): [] for case in CASES for ranks in RANKS}
     for _ in range(repeats):
         for case, ranks in answers:

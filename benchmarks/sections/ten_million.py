@@ -52,7 +52,7 @@ class Budgeted:
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    steps, repeats = bench.pick(quick=(10, 1), full=(STEPS, 2))
+    steps, repeats = bench.pick(quick=(10, 1), full=(STEPS, 1))
     budgets = tuple(BUDGETS)
     answers: dict[str, list[dict[str, Any]]] = {budget: [] for budget in budgets}
     for budget in budgets * repeats:

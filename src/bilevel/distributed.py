@@ -131,15 +131,21 @@ class World:
         """
         if self.size == 1:
             return mine  # one at a time, to save memory
-        # Each process sends as many rows as the first one has.
-        own = like.new_zeros((-(-count // self.size), *like.shape))
-        with self.agreed():
+        # Each process sends as many rows as the first one has. The last number of the first row says whether it failed,
+        # which saves a second message.
+        own = like.new_zeros((-(-count // self.size), like.numel() + 1))
+        error: BilevelError | None = None
+        try:
             for row, item in zip(own[: len(self.share(range(count)))], mine, strict=True):
-                row.copy_(item)
+                row[:-1].copy_(item.reshape(-1))
+        except BilevelError as caught:
+            error = caught
+            own[0, -1] = 1 + _kind(error)
         tables = [torch.empty_like(own) for _ in range(self.size)]
         with _connected():
             dist.all_gather(tables, own)
-        return [tables[number % self.size][number // self.size] for number in range(count)]
+        _raise_together(error, [int(table[0, -1]) - 1 for table in tables])
+        return [tables[number % self.size][number // self.size, :-1].view(like.shape) for number in range(count)]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -153,11 +159,15 @@ class World:
         if error is not None:
             raised[_kind(error)] = 1
         self.sum(raised)
-        if error is not None:
-            raise error
-        if raised.any():
-            kind = KINDS[int(raised.nonzero().max())]
-            raise kind("Another process of this run cannot go on. See the log of that process for the reason.")
+        _raise_together(error, raised.nonzero().flatten().tolist())
+
+
+def _raise_together(mine: BilevelError | None, kinds: list[int]) -> None:
+    """Raise this process's error, or one for those of the others, given as indices into `KINDS`; −1 is none."""
+    if mine is not None:
+        raise mine
+    if max(kinds, default=-1) >= 0:
+        raise KINDS[max(kinds)]("Another process of this run cannot go on. See the log of that process for the reason.")
 
 
 def _kind(error: BilevelError) -> int:

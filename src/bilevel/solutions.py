@@ -12,9 +12,9 @@ from torch.autograd import Function
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
+from bilevel.engine.any_order import any_order, check_higher_derivatives
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
-from bilevel.engine.double_backward import eagerly
 from bilevel.engine.memory import Memory, memory_of
 from bilevel.engine.method import Method
 from bilevel.engine.recomputed import PullBack, recomputed, refuse_forward_mode, under_torch_func
@@ -133,8 +133,10 @@ class _Solution:
                 f"inner_solution(…, method={self.method!r}) was asked for a second derivative, and has none: its first "
                 "derivative is an approximation. Pass method=Reverse() or another exact method."
             )
-        with eagerly():
-            process = self.evaluator.process(self.spec.unflatten(leaves), self.task, live=True)
+        lam = self.spec.unflatten(leaves)
+        check_higher_derivatives(_with_product(self.evaluator, None).process(trees.detach(lam), self.task))
+        with any_order():
+            process = self.evaluator.process(lam, self.task, live=True)
             return tuple(trees.leaves(record_state(process)[0]))
 
 

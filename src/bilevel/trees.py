@@ -6,6 +6,7 @@ names of leaves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -138,7 +139,12 @@ def nbytes(tree: Tree) -> int:
 
 
 def all_finite(tree: Tree) -> bool:
-    return all(bool(torch.isfinite(leaf).all()) for leaf in tensors(tree) if is_variable(leaf))
+    """Whether all numbers are finite. Testing a sum takes a third of the time, unless it overflows."""
+    return all(
+        math.isfinite(leaf.detach().sum().item()) or bool(torch.isfinite(leaf).all())
+        for leaf in tensors(tree)
+        if is_variable(leaf)
+    )
 
 
 def to_vector(parts: Sequence[Tensor]) -> Tensor:

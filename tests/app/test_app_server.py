@@ -68,7 +68,7 @@ def test_a_class_is_made_taught_asked_about_renamed_and_removed(page_of_desk):
         ({"Host": "evil.example"}, "evil.example"),  # DNS rebinding
         ({"Host": "127.0.0.1.evil.example:80"}, "evil.example"),
         ({"Host": "evil.example:8642"}, "evil.example"),
-        ({"Host": ""}, "without a host"),
+        ({"Host": ""}, "an empty host"),
         ({"Origin": "https://evil.example"}, "evil.example"),
         ({"Origin": "null"}, "null"),
         ({"Origin": "http://127.0.0.1:1"}, "127.0.0.1:1"),  # another server of this machine
@@ -151,12 +151,12 @@ def test_a_body_without_a_length_is_counted(page_of_desk):
         ("PUT", "/settings", b'{"rate": "x"}', 400, "wrong type"),
         ("PUT", "/settings", b'{"rate": 1e999}', 400, "cannot be inf"),
         ("PUT", "/settings", b'{"model": "/etc"}', 400, "no model"),
-        ("DELETE", "/classes/7", None, 400, "no longer on the page"),
-        ("GET", "/pictures/7/shown.png", None, 400, "no longer on the page"),
-        ("GET", "/../desk.py", None, 404, "not known"),
-        ("GET", "/%2e%2e/desk.py", None, 404, "not known"),
-        ("GET", "/index.html.bak", None, 404, "not known"),
-        ("POST", "/state", b"", 405, "not known"),
+        ("DELETE", "/classes/7", None, 400, "was removed"),
+        ("GET", "/pictures/7/shown.png", None, 400, "was removed"),
+        ("GET", "/../desk.py", None, 404, "There is no GET"),
+        ("GET", "/%2e%2e/desk.py", None, 404, "There is no GET"),
+        ("GET", "/index.html.bak", None, 404, "There is no GET"),
+        ("POST", "/state", b"", 405, "There is no POST"),
     ],
 )
 def test_what_cannot_be_done_is_answered_with_a_sentence(page_of_desk, method, path, body, status, why):

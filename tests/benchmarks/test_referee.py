@@ -221,3 +221,67 @@ def test_objectives_that_differ_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(referee, "ask", lambda folder, words: [{"problem": "logistic", "apart": 1e-3}])
     with pytest.raises(Disagreement, match=r"logistic in torch and the referee's differ: 0\.001"):
         referee.compared(tmp_path, ["python", "-m", "referee.objectives", "CHECKOUT", "logistic"])
+
+
+def arena(tmp_path, dies_at=()):
+    """A stand-in for the process that runs solvers: it answers, and ends at the solvers of `dies_at`."""
+    script = tmp_path / "arena.py"
+    script.write_text(
+        "import json, sys\n"
+        "problem, seed, seconds, target, *names = sys.argv[1:]\n"
+        f"open({str(tmp_path / 'started')!r}, 'a').write(' '.join(names) + '\\n')\n"
+        "for name in names:\n"
+        f"    if name in {list(dies_at)!r}:\n"
+        "        sys.exit(1)\n"
+        "    values = [[0.1, 1, float(seed)]]\n"
+        "    print('noise')\n"
+        "    print(json.dumps({'solver': name, 'label': name, 'values': values}), flush=True)\n"
+    )
+    return [sys.executable, str(script)]
+
+
+def started(tmp_path):
+    return [line.split() for line in (tmp_path / "started").read_text().splitlines()]
+
+
+def test_an_interrupted_measurement_goes_on_where_it_ended(tmp_path):
+    from sections import referee
+
+    def contest(fingerprint, **settings):
+        kept = referee.Kept(tmp_path / "runs.jsonl", fingerprint)
+        return referee.Contest(arena(tmp_path), tmp_path / "own", kept, **settings)
+
+    interrupted = contest("a").measured("logistic", 0, ["saba", "soba", "srba"])
+    assert [next(interrupted), next(interrupted)] == ["saba", "soba"]
+    interrupted.close()
+    again = contest("a")
+    assert list(again.measured("logistic", 0, ["saba", "soba", "srba"])) == ["saba", "soba", "srba"]
+    assert started(tmp_path) == [["saba", "soba", "srba"], ["srba"]]
+    assert [run.solver for run in again.kept.runs] == ["saba", "soba", "srba"]
+    assert list(contest("a", end=0.0).measured("logistic", 0, ["saba", "amigo"])) == ["saba"]
+    assert list(contest("another package").measured("logistic", 0, ["saba"])) == ["saba"]
+    assert started(tmp_path)[2:] == [["saba"]]
+
+
+def test_a_solver_that_ends_the_process_is_reported_and_the_others_run(tmp_path):
+    from sections import referee
+
+    kept = referee.Kept(tmp_path / "runs.jsonl", "")
+    contest = referee.Contest(arena(tmp_path, dies_at=["soba"]), tmp_path / "own", kept)
+    assert list(contest.measured("logistic", 2, ["saba", "soba", "srba"])) == ["saba", "soba", "srba"]
+    assert [(run.solver, run.error, run.seed) for run in kept.runs] == [
+        ("saba", "", 2), ("soba", referee.DIED, 2), ("srba", "", 2),
+    ]  # fmt: skip
+
+
+def test_later_seeds_take_the_solvers_that_came_furthest(tmp_path):
+    from sections import referee
+
+    kept = referee.Kept(tmp_path / "runs.jsonl", "")
+    for place, name in enumerate(referee.THEIRS):
+        kept.add(referee.Run("cleaning", 0, name, name, values=[[1.0, 1, 0.9 - place / 100]]))
+    kept.add(referee.Run("cleaning", 0, "bilevel_soba", "", values=[[1.0, 1, 0.5]]))
+    all_of_them = referee.solvers("cleaning", 0, kept, referee.LOOPS, referee.THEIRS)
+    assert set(all_of_them) == {*referee.LOOPS, *referee.THEIRS}
+    later = referee.solvers("cleaning", 1, kept, referee.LOOPS, referee.THEIRS)
+    assert set(later) == {"bilevel_soba", *referee.THEIRS[-5:]}

@@ -210,8 +210,8 @@ def test_what_is_left_out_blank_or_known_already_is_said(call, user):
     for name in ("notes.txt", ".DS_Store", "stray.png"):
         assert name in notes["Left out"]
     assert "3: hidden, no pictures, or not directly" in notes["Left out"]
-    assert "blank.png" in notes["Blank, so what is said about them means nothing"]
-    assert "again.png" in notes["Among the labelled pictures already, so no test of the classifier"]
+    assert "blank.png" in notes["Blank, so their predictions are meaningless"]
+    assert "again.png" in notes["Also among the labelled pictures, so they do not test the classifier"]
     assert found["accuracy"]["of"] == 9 and "9 of 9 pictures whose folder names a class" in call().stdout
 
 
@@ -220,7 +220,8 @@ def test_unreadable_pictures_are_left_out_and_named_or_stop_everything(call, use
     (user / "new" / "rows" / "0.png").write_bytes(b"")
     found = answer(call("--json"))
     assert found["classes"]["two"] == 2 and found["accuracy"]["of"] == 8
-    assert any("left out (2; --strict: stop instead)" in note and "1.png" in note for note in found["notes"])
+    left_out = next(note for note in found["notes"] if "left out (2; --strict: stop instead)" in note)
+    assert "1.png" in left_out and "The first: " in left_out and "cannot be read" in left_out
     failed = call("--strict", "--csv", user / "out.csv", "--picture", user / "out.png")
     assert failed.exit_code == 2 and failed.stdout == "" and failed.stderr.startswith("Error: ")
     assert "1.png cannot be read" in failed.stderr and "0.png cannot be read: the file is empty" in failed.stderr
@@ -266,13 +267,13 @@ def test_a_saved_learner_prepares_pictures_as_the_model_that_it_was(user):
     learner.save(user / "silent")
     found = answer(CliRunner().invoke(build(), ["classify", str(user / "silent"), *given]))
     assert found["preparation"] == zoo["preparation"]
-    assert "silent does not say how its pictures are prepared. 15 of 15 pictures look like" in found["notes"][0]
+    assert "silent does not say how its pictures are prepared. 6 of 6 pictures look like" in found["notes"][0]
 
 
 @pytest.mark.parametrize(
     ("prepare", "options", "message"),
     [
-        (None, {"support": "nowhere"}, "is no folder; pass one that holds a folder of pictures for each class"),
+        (None, {"support": "nowhere"}, "is not a folder; pass one that has a folder of pictures for each class"),
         (None, {"support": "known/rows"}, "holds no folders; put the images of each class"),
         (None, {"query": "nowhere"}, "neither a folder nor a picture"),
         (None, {"model": "nothing"}, "There is no trained model"),
@@ -294,7 +295,7 @@ def test_bad_input_is_one_message(call, user, prepare, options, message):
     ("arguments", "message"),
     [
         (["--batch-norm", "mine"], "--batch-norm mine is unknown; write one of episode, support, running"),
-        (["--batch-norm", "running"], "needs averages from training"),
+        (["--batch-norm", "running"], "needs running averages"),
         (["--picture", "out.pdf"], "ends in .png"),
         (["--csv", "no/such/out.csv"], "there is no folder"),
         (["--csv", "new"], "it is a folder"),
@@ -343,8 +344,8 @@ def test_a_classifier_is_kept_and_used_without_its_pictures(call, user, models):
     again = answer(CliRunner().invoke(build(), list(map(str, kept))))
     assert again["predictions"] == first["predictions"] and again["accuracy"] == first["accuracy"]
     for wrong, message in (
-        (["--steps", 3], "was adapted already; leave --steps out"),
-        (["--none", 2], "is no rate"),
+        (["--steps", 3], "is adapted already. Leave --steps out"),
+        (["--none", 2], "is not a rate"),
         (["--save", "x.pt"], "ends in .safetensors"),
     ):
         failed = CliRunner().invoke(build(), [*map(str, kept), *map(str, wrong)])
@@ -362,6 +363,14 @@ def test_without_a_model_one_is_chosen_and_it_is_said_why(user):
     given = ["classify", "--support", user / "known", "--query", user / "new", "--json"]
     found = answer(CliRunner().invoke(build(), list(map(str, given))))
     assert found["model"].startswith("zoo:omniglot") and "look like drawings" in found["notes"][0]
+
+
+def test_the_model_is_chosen_by_the_labelled_pictures_whatever_the_queries_are(user):
+    noise = np.random.default_rng(0).integers(0, 256, (30, 100, 100, 3)).astype(np.uint8)
+    for number, picture in enumerate(noise):
+        Image.fromarray(picture).save(user / "new" / f"noise-{number}.png")
+    given = ["classify", "--support", user / "known", "--query", user / "new", "--json"]
+    assert answer(CliRunner().invoke(build(), list(map(str, given))))["model"].startswith("zoo:omniglot")
 
 
 def test_class_names_that_spreadsheets_would_run_are_text_in_the_csv(call, user):

@@ -109,7 +109,11 @@ def test_values_have_the_types_of_the_settings_and_paths_are_the_file_s(tmp_path
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.toml", "wyas = 5", "wyas is no setting. Did you mean ways? The settings are preset, learner, dataset"),
+        (
+            "a.toml",
+            "wyas = 5",
+            "there is no setting wyas. Did you mean ways? The settings are preset, learner, dataset",
+        ),
         ("a.toml", "ways = ", "is not a TOML file"),
         ("a.yaml", "ways: [", "is not a YAML file"),
         ("a.yaml", "- 1", "must hold settings by name"),
@@ -121,7 +125,7 @@ def test_values_have_the_types_of_the_settings_and_paths_are_the_file_s(tmp_path
         ("a.toml", "preset = 3", "is not the name of a preset"),
         ("a.toml", 'learner = "nothing"', "There is no learner 'nothing'"),
         ("a.toml", 'dataset = "glyphs"\n[options]\nnothing = 1', "has no setting nothing"),
-        ("a.txt", "ways = 5", "must be named"),
+        ("a.txt", "ways = 5", "must have a name that ends in"),
         ("a.toml", b"\xff\xfe", "is not a TOML file"),
         ("a.toml", b"#" * 1_000_001, "bytes"),
     ],

@@ -120,12 +120,12 @@ def refused(done, *messages):
 def test_what_cannot_be_evaluated(run, tmp_path):
     refused(here("evaluate", tmp_path / "nothing"), "There is no trained model", "the folder of a run")
     refused(here("evaluate", tmp_path), "holds no run: there is no config.json")
-    refused(here("evaluate", "zoo:nothing"), "The zoo has no 'nothing'")
+    refused(here("evaluate", "zoo:nothing"), "The zoo has no model 'nothing'")
     refused(here("evaluate", run, "--steps", "20-1"), "--steps 20-1 is not a range")
     refused(here("evaluate", run, "--steps", "0"), "write --steps 1-20")
     refused(here("evaluate", run, "--steps", "many"), "--steps many is not a range")
     refused(here("evaluate", run, *FEW, "--batch-norm", "none"), "batch_norm='none' is unknown")
-    refused(here("evaluate", run, *FEW, "--batch-norm", "running"), "needs averages from training")
+    refused(here("evaluate", run, *FEW, "--batch-norm", "running"), "needs running averages")
     refused(here("evaluate", run, *FEW, "--seed", "-3"), "seed=-3")
     refused(here("evaluate", run, *FEW, "--save", tmp_path / "no" / "where"), "could not be written")
     assert here("evaluate", run, "--episodes", "1").exit_code == 2
@@ -151,7 +151,7 @@ def test_damaged_runs(run, tmp_path):
     for changes, message in (
         ({"settings": {**config["settings"], "ways": "many"}}, "ways='many' is not a whole number"),
         ({"settings": {**config["settings"], "dropout": 1}}, "settings of another version: dropout"),
-        ({"learner": {}}, "does not say which learner"),
+        ({"learner": {}}, "does not describe a learner"),
     ):
         (edited / "config.json").write_text(json.dumps({**config, **changes}))
         refused(here("evaluate", edited), message)

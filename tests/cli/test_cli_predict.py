@@ -203,6 +203,10 @@ def test_a_new_category_is_zeros_and_a_note(place, flats):
         ({"size": [50, 60, "big", 70, 80]}, ["Column 'size'", "'big' in row 3", "is not a finite number"]),
         ({"size": [50, 60, None, 70, 80]}, ["Column 'size'", "1 row, first in row 3", "--missing median"]),
         ({"town": ["Oslo", None, "Rome", "Rome", "Oslo"]}, ["Column 'town'", "first in row 2"]),
+        (
+            {"size": ["50,5", "60", "7,25", "70", "80"]},
+            ["'50,5' in row 1 is not a finite number", "Write --decimal ','"],
+        ),
         ({"size": [50, "inf", 1, 70, 80]}, ["Column 'size'", "'inf' in row 2", "is not a finite number"]),
         ({"lift": ["True", "maybe", "True", "True", "True"]}, ["Column 'lift'", "'maybe' in row 2", "True or False"]),
         ({"lift": [0, 1, 2, 0, 1]}, ["Column 'lift'", "'2' in row 3", "True or False"]),
@@ -235,7 +239,7 @@ def test_a_missing_column_is_named(place, tmp_path):
     frame.to_csv(tmp_path / "new.csv", index=False)
     failed = call("predict", place / "flats", tmp_path / "new.csv")
     assert failed.exit_code == 2 and failed.stdout == ""
-    for word in ("lacks the columns 'size', 'lift'", "'sizes' is near 'size'"):
+    for word in ("lacks the columns 'size', 'lift'", "'sizes' is similar to 'size'"):
         assert word in failed.stderr
 
 

@@ -117,7 +117,7 @@ def test_signals_save_and_resume_goes_on_bit_for_bit(tmp_path):
     os.close(terminal)
     first = int(RunFolder(folder).checkpoints.files()[-1].stem)
     assert code == 130 and f"Stopped by Ctrl-C after hyperiteration {first}." in out
-    assert f"Everything is saved. Go on with: bilevel train --resume --out {folder}" in out
+    assert f"Everything is saved. Continue with: bilevel train --resume --out {folder}" in out
     bar = shown.decode()
     assert "Traceback" not in bar
     for text in (
@@ -211,9 +211,7 @@ def test_a_folder_of_another_configuration(run, tmp_path):
     refused(here("train", "--resume", "--out", folder, "--seed", 4), "seed: 3 there, 4 here")
     assert weights(folder) == before and config(folder)["settings"]["iterations"] == 6
     for name in (["glyphs-5way-1shot"], []):
-        refused(
-            here("train", *name, "--resume", "--out", tmp_path / "none"), "holds no run that --resume could continue"
-        )
+        refused(here("train", *name, "--resume", "--out", tmp_path / "none"), "has no run that --resume could continue")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -241,7 +239,7 @@ def test_a_folder_that_another_run_writes_to(run):
         (["glyphs-5way-1shot", "--ways", "200"], "ways=200 needs 200 classes and there are 104"),
         (["glyphs-5way-1shot", "--shots", "10"], "shots=10 with queries=15 needs 25 different ones"),
         (["glyphs-5way-1shot", "--ways", "1"], "ways=1 must be at least 2"),
-        (["glyphs-5way-1shot", "--inner-lr", "-1"], "inner_lr=-1.0 would not move anything"),
+        (["glyphs-5way-1shot", "--inner-lr", "-1"], "inner_lr=-1.0 must be positive"),
         (["glyphs-5way-1shot", "--lr", "nan"], "lr=nan is not finite"),
         (["glyphs-5way-1shot", "--seed", "-1"], "seed=-1 must be at least 0"),
         (["glyphs-5way-1shot", "--method", "backward"], "method='backward' is unknown"),
@@ -261,7 +259,7 @@ def test_what_cannot_be_trained(tmp_path, monkeypatch, options, message):
 
 def test_nothing_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(here("train"), "Name a preset, or describe the training with options", "  omniglot-5way-1shot\n")
+    refused(here("train"), "Pass a preset, or describe the training with options", "  omniglot-5way-1shot\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,7 +285,7 @@ def test_a_folder_of_pictures_is_trained_on_and_not_written_to(tmp_path, monkeyp
     assert len(list((tmp_path / "birds").iterdir())) == 15
     refused(
         here("train", *options, "--image-size", 4, "--network", "c4l", "--out", tmp_path / "small"),
-        "does not take images of 4×4 pixels",
+        "cannot process images of 4×4 pixels",
     )
 
 

@@ -85,7 +85,7 @@ def test_the_input_is_only_read(place, tmp_path):
     assert call("tune", file, "--target", "target", "--out", tmp_path / "out", *QUICK).exit_code == 0
     assert before == (file.read_bytes(), file.stat().st_mtime_ns)
     refused = call("tune", file, "--target", "target", "--out", tmp_path, *QUICK)
-    assert refused.exit_code == 2 and "would be written over" in refused.stderr
+    assert refused.exit_code == 2 and "would be overwritten" in refused.stderr
     assert before == (file.read_bytes(), file.stat().st_mtime_ns)
 
 

@@ -192,6 +192,11 @@ def test_unreadable_pictures_are_left_out_and_listed_unless_strict(tmp_path):
         assert data.labels.tolist() == [0, 0, 1, 1, 1] and data.images.shape == (5, 28, 28, 3)
         assert "1.png cannot be read" in data.notes[-1]
         assert np.array_equal(data.images[1], data.images[4])
+    (tmp_path / "own" / "a" / "1.png").unlink()
+    os.mkfifo(tmp_path / "own" / "a" / "1.png")
+    (tmp_path / "own" / "b" / "3.png").symlink_to("nowhere")
+    with pytest.warns(BilevelWarning, match=r"1\.png cannot be read: it is not a regular file.*3\.png cannot be read"):
+        assert load(tmp_path / "own", size=28, strict=False).labels.tolist() == [0, 0, 1, 1, 1]
     for k in (0, 2):
         (tmp_path / "own" / "a" / f"{k}.png").write_bytes(b"")
     with pytest.raises(BilevelError, match="No picture of the class a can be read"):

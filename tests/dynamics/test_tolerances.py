@@ -32,6 +32,7 @@ SOLVERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamics", SOLVERS, ids=str)
 def test_the_implicit_gradient_at_the_tolerance(dynamics):
     problem, lam, task = logistic()

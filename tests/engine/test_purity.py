@@ -38,6 +38,20 @@ def test_unseeded_dropout_is_refused(method):
         bl.hypergradient(random, LAM, TASK, dynamics=bl.HeavyBall(0.1, 0.5), steps=30, method=method)
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: str(method)[:30])
+def test_a_random_outer_objective_is_refused(method):
+    random = bl.Problem(
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam.exp() * (w**2).sum(),
+        lambda w, lam, b: ((F.dropout(b[0], 0.5) @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.full((4,), 0.1),
+    )
+    settings = {"dynamics": bl.HeavyBall(0.1, 0.5), "steps": 30}
+    with pytest.raises(bl.BilevelError, match=r"The outer objective gave another value.*pure function"):
+        bl.hypergradient(random, LAM, TASK, method=method, **settings)
+    with pytest.raises(bl.BilevelError, match="The outer objective gave another value"):
+        bl.objective(random, LAM, TASK, **settings)
+
+
 def test_a_first_step_that_hides_the_noise():
     """At the start every weight goes to a bound, whatever the mask; later it need not."""
     random = problem(lambda x: F.dropout(x, 0.5))

@@ -1,4 +1,4 @@
-"""The estimators' bilevel problems: all ways agree with each other, with scikit-learn, and go through the engine."""
+"""The estimators' bilevel problems: all methods agree with each other and with scikit-learn, and use the engine."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_an_elastic_net_with_many_features_needs_no_matrix_of_them(monkeypatch, 
     lam = 0.4 * lam - 1
     narrow = searched(SumsOfTable(X, y, folds, every, intercept, 0.6), folds)
     thin = searched(SumsOfTable(sparse.csr_matrix(X), y, folds, every, intercept, 0.6), folds)
-    monkeypatch.setattr(sums_of_table, "LARGEST", 2)
+    monkeypatch.setattr(sums_of_table, "MAX_DENSE_FEATURES", 2)
     for given in (X, sparse.csr_matrix(X)):
         wide = SumsOfTable(given, y, folds, every, intercept, 0.6)
         assert wide.wide
@@ -146,7 +146,8 @@ def test_every_evaluation_of_the_criterion_goes_through_the_engine(monkeypatch, 
     counted("solve")
     goal = classes(X, 1)[0] if estimator is BilevelLogisticRegression else y[:, 0]
     estimator(cv=3, tether=1.0, max_iter=5).fit(X, goal)
-    # One penalty, a path of two tethers; a grid of eleven points before, the certificate and all rows after.
+    # One search with a shared penalty and two with tethers. Before them a grid of eleven points; after them the
+    # certificate and the fit to all rows.
     assert calls["solve"] == 3
     assert calls["hypergradient"] >= 14
 

@@ -1,4 +1,4 @@
-"""Units and origins of features decide nothing: shifts, scales and constants."""
+"""Shifts, scales and constant features do not change the result."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def target_of(estimator, y):
 @pytest.mark.parametrize("shift", [1e2, 2.0**20, 2.0**27])
 def test_an_intercept_makes_up_for_any_shift_of_a_feature(estimator, penalty, shift):
     X, y = table()
-    # In eighths, so that the shift loses nothing of X.
+    # Multiples of 1/8, so that the shift causes no rounding.
     X = np.round(X * 8) / 8
     settings = {"penalty": [0, 0, 1, 1, 2] if penalty == "groups" else penalty, "cv": 3, "tether": 0.5}
     here = estimator(**settings).fit(X, target_of(estimator, y))
@@ -55,7 +55,7 @@ def test_a_constant_column_changes_no_other_coefficient(estimator, constant, kin
     beside = estimator(cv=3, tether=0).fit(kind(np.c_[X, np.full(len(X), constant)]), goal)
     others, flat = np.ravel(beside.coef_)[:5], np.ravel(beside.coef_)[5]
     np.testing.assert_allclose(others, np.ravel(without.coef_), rtol=0.02, atol=0.02)
-    # It can only stand in for the intercept.
+    # A constant feature can only replace the intercept.
     assert float(np.ravel(beside.intercept_ + flat * constant)[0]) == pytest.approx(
         np.ravel(without.intercept_)[0], abs=0.02
     )
@@ -87,7 +87,7 @@ def test_newtons_method_ends_at_the_minimiser_beside_a_feature_in_a_large_unit()
     X, y = table()
     goal = (y > 0).astype(int)
     model = BilevelLogisticRegression("shared", cv=3).fit(X * [1, 1, 1, 1, 1e8], goal)
-    # The derivative in the intercept.
+    # The derivative with respect to the intercept.
     assert model.predict_proba(X * [1, 1, 1, 1, 1e8])[:, 1].sum() == pytest.approx(goal.sum(), rel=1e-6)
 
 

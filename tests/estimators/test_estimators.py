@@ -1,4 +1,4 @@
-"""The estimators as scikit-learn's users meet them."""
+"""The estimators through scikit-learn's interface."""
 
 import math
 import pickle
@@ -21,7 +21,7 @@ ALL = [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression]
 ids = {"ids": lambda value: getattr(value, "__name__", str(value))}
 
 
-# The defaults, and the shared penalty. A few iterations are as good as a hundred for what is checked here.
+# The defaults, and the shared penalty. A few iterations are enough for these checks.
 @parametrize_with_checks(
     [
         BilevelRidge(),
@@ -76,7 +76,7 @@ def test_a_shared_penalty_is_the_one_that_a_fine_grid_finds():
     model = BilevelRidge("shared", cv=cv, tol=1e-12).fit(X, y)
     search = GridSearchCV(Ridge(), {"alpha": np.logspace(-4, 2, 121)}, cv=cv, scoring="neg_mean_squared_error")
     search.fit(X, y)
-    # Folds differ by one row in size, which the two average differently.
+    # Folds differ in size by one row, and the two libraries average them differently.
     assert math.log(model.alpha_ / search.best_params_["alpha"]) == pytest.approx(0, abs=0.1)
     np.testing.assert_allclose(model.coef_, Ridge(model.alpha_).fit(X, y).coef_, rtol=1e-8)
     assert model.tether_ == math.inf
@@ -85,7 +85,7 @@ def test_a_shared_penalty_is_the_one_that_a_fine_grid_finds():
 @pytest.mark.parametrize("estimator", ALL, **ids)
 @pytest.mark.parametrize("penalty", ["shared", "per-feature", "groups"])
 def test_coefficients_are_those_of_the_penalties_for_features_in_any_unit(estimator, penalty):
-    """Dividing a feature by √α_j turns penalties of its own into one of 1, which scikit-learn can fit."""
+    """If each feature is divided by √α_j, its penalty becomes 1, and scikit-learn can fit the model."""
     X, y, *_ = noisy(80, 6, 3)
     X = X * np.array([1, 10, 0.1, 1, 5, 1])
     groups = np.array([0, 0, 1, 1, 2, 2])
@@ -156,12 +156,15 @@ def test_rows_of_weight_zero_are_as_if_they_were_not_there(estimator):
 def test_larger_problems_are_solved_in_other_ways_and_agree(monkeypatch):
     X, y, *_ = noisy(60, 8, 3)
     small = [BilevelRidge(tether=1.0, cv=5).fit(X, y), BilevelLogisticRegression(tether=1.0).fit(X, binary(X, y))]
-    monkeypatch.setattr("bilevel.estimators.ridge.LARGEST", 0)
+    monkeypatch.setattr("bilevel.estimators.ridge.MAX_DENSE_FEATURES", 0)
     monkeypatch.setattr("bilevel.methods.linear_models.newton_linear.LARGEST", 0)
     middling = BilevelLogisticRegression(tether=1.0).fit(X, binary(X, y))
-    monkeypatch.setattr("bilevel.estimators.rows_of_table.LARGEST", 0)
+    monkeypatch.setattr("bilevel.estimators.rows_of_table.MAX_DENSE_FEATURES", 0)
     large = [BilevelRidge(tether=1.0, cv=5).fit(X, y), BilevelLogisticRegression(tether=1.0).fit(X, binary(X, y))]
-    assert all("conjugate gradients" in model.method_ for model in large) and "out of date" in middling.method_
+    assert (
+        all("conjugate gradients" in model.method_ for model in large)
+        and "updated only when needed" in middling.method_
+    )
     for a, b in [*zip(small, large, strict=True), (small[1], middling)]:
         np.testing.assert_allclose(b.coef_, a.coef_, rtol=1e-2, atol=1e-3)
         np.testing.assert_allclose(b.intercept_, a.intercept_, atol=1e-3)
@@ -204,7 +207,7 @@ def test_logarithms_of_probabilities_stay_finite():
 def test_a_fold_that_never_saw_a_class_it_is_judged_on_is_refused():
     X, *_ = noisy(60, 5, 3)
     halves = [(np.arange(30), np.arange(30, 60)), (np.arange(30, 60), np.arange(30))]
-    with pytest.raises(BilevelError, match="Fold 0 of cv is judged on class 'b' and has no row of it"):
+    with pytest.raises(BilevelError, match="Fold 0 of cv is evaluated on class 'b' but has no row of it"):
         BilevelLogisticRegression(cv=halves).fit(X, np.repeat(["a", "b"], 30))
     with pytest.raises(BilevelError, match="class 2"):
         BilevelLogisticRegression(cv=halves).fit(X, np.r_[np.arange(30) % 2, np.arange(30) % 3])
@@ -286,12 +289,12 @@ def test_verbose_shows_a_bar(capsys):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"penalty": "each"}, "penalty='each' is not known"),
+        ({"penalty": "each"}, "penalty='each' is not possible"),
         ({"penalty": [0, 1]}, "shape \\(2,\\), but X has 5 features"),
-        ({"cv": 1}, "cv=1 folds leave nothing to train on"),
+        ({"cv": 1}, "cv=1 leaves no rows to train on"),
         ({"cv": 1.5}, "cv=1.5 is not a fraction"),
-        ({"tether": "loose"}, "tether='loose' is not known"),
-        ({"tether": -1}, "tether=-1 is not known"),
+        ({"tether": "loose"}, "tether='loose' is not possible"),
+        ({"tether": -1}, "tether=-1 is not possible"),
         ({"max_iter": 0}, "max_iter=0"),
         ({"tol": -1}, "tol=-1"),
     ],
@@ -301,13 +304,21 @@ def test_settings_that_cannot_work_say_what_to_write(settings, sentence):
     X, y, *_ = noisy(40, 5, 3)
     with pytest.raises(BilevelError, match=sentence):
         BilevelRidge(**settings).fit(X, y)
+    with pytest.raises(BilevelError, match=sentence):
+        BilevelRidge(**settings).fit(X, y, groups=np.arange(40) // 4)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_table_of_few_rows_gets_a_shared_penalty(rows):
+    X, y, *_ = noisy(rows, 2, 1)
+    assert BilevelRidge().fit(X, y).tether_ == np.inf
 
 
 def test_data_that_cannot_work_says_why():
     X, y, *_ = noisy(40, 5, 3)
     with pytest.raises(BilevelError, match="l1_ratio=2"):
         BilevelElasticNet(l1_ratio=2).fit(X, y)
-    with pytest.raises(BilevelError, match="one class only"):
+    with pytest.raises(BilevelError, match="only one class"):
         BilevelLogisticRegression().fit(X, np.zeros(40))
     with pytest.raises(ValueError, match="zero"):
         BilevelRidge().fit(X, y, sample_weight=np.zeros(40))

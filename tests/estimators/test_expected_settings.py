@@ -1,4 +1,4 @@
-"""What users of scikit-learn expect of an estimator: scorers, threads, deviations, targets of their own, tensors."""
+"""What users of scikit-learn expect of an estimator: scorers, threads, deviations, several targets, tensors."""
 
 import os
 import subprocess
@@ -106,9 +106,9 @@ def test_deviations_are_those_of_bayesian_ridge_regression_at_the_penalty(featur
 
 
 def test_deviations_of_many_features_are_refused(monkeypatch):
-    monkeypatch.setattr("bilevel.estimators.ridge.REMEMBERED", 19)
+    monkeypatch.setattr("bilevel.estimators.ridge.MAX_STD_FEATURES", 19)
     X, y, *_ = table()
-    with pytest.raises(BilevelError, match="at most 19 features; this table has 20"):
+    with pytest.raises(BilevelError, match=r"at most 19 features\. This table has 20"):
         BilevelRidge("shared").fit(X, y).predict(X, return_std=True)
 
 
@@ -129,6 +129,16 @@ def test_every_target_has_penalties_of_its_own():
     again = BilevelRidge(alpha_per_target=True, warm_start=True).fit(X, Y)
     cold = again.n_iter_
     assert again.fit(X, Y).n_iter_ < cold
+
+
+def test_attributes_of_an_earlier_fit_are_removed():
+    X, y, *_ = table()
+    Y = np.stack([y, np.random.default_rng(1).normal(size=80)], axis=1)
+    model = BilevelRidge("shared", alpha_per_target=True).fit(X, Y).fit(X, y)
+    expected = BilevelRidge("shared").fit(X, y).predict(X, return_std=True)
+    np.testing.assert_array_equal(model.predict(X, return_std=True), expected)
+    model.fit(X, Y)
+    assert not hasattr(model, "certificate_") and hasattr(model.estimators_[0], "certificate_")
 
 
 DISPATCH = """
@@ -166,7 +176,7 @@ def test_tensors_are_taken_as_ridge_cv_takes_them():
 
 @pytest.mark.parametrize("estimator", [BilevelRidge, BilevelLasso, BilevelAdditiveRegressor])
 def test_a_long_fit_says_how_far_it_is(estimator, monkeypatch, capfd):
-    """A fit that takes longer than the time until the first line, which is short here, and one that does not."""
+    """Progress lines appear only if a fit takes longer than a limit, which is short in this test."""
     X, y, *_ = table(40, 5)
     module = sys.modules[estimator.__module__.rsplit(".", 1)[0] + ".base"]
     for first, verbose in ((600.0, None), (0.001, False), (0.001, None)):

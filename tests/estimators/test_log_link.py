@@ -1,4 +1,4 @@
-"""Counts and positive targets: against scikit-learn's regressors at the same penalty."""
+"""Counts and positive targets, compared with scikit-learn's regressors at the same penalty."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_the_penalty_is_the_one_that_a_fine_grid_finds(estimator, rival):
     search = GridSearchCV(rival(**settings), grid, cv=cv, scoring=f"neg_mean_{name}_deviance").fit(X, y)
     assert np.log(model.alpha_ / search.best_params_["alpha"]) == pytest.approx(0, abs=0.25)
     deviances = cross_val_score(rival(alpha=model.alpha_, **settings), X, y, cv=cv, scoring=search.scoring)
-    # The criterion is half the deviance; that of counts is in units of their mean.
+    # The criterion is half the deviance. For counts it is in units of their mean.
     unit = y.mean() if estimator is BilevelPoissonRegressor else 1.0
     assert 2 * unit * model.history_["value"].min() == pytest.approx(-deviances.mean(), rel=1e-4)
     scored = estimator("shared", cv=cv, scoring=search.scoring, warm_start=True).fit(X, y)
@@ -95,12 +95,12 @@ def test_scores_are_d2_and_may_be_others():
 
 def test_targets_that_cannot_work_say_why():
     X, y, *_ = table(BilevelPoissonRegressor)
-    with pytest.raises(BilevelError, match="counts are not negative"):
+    with pytest.raises(BilevelError, match="counts cannot be negative"):
         BilevelPoissonRegressor().fit(X, y - 100)
     with pytest.raises(BilevelError, match="only positive numbers"):
         BilevelGammaRegressor().fit(X, np.arange(120))
     with pytest.raises(BilevelError, match="are zero"):
         BilevelPoissonRegressor().fit(X, 0 * y)
-    with pytest.raises(BilevelError, match="Fold 0 of cv has only zeros to train on"):
+    with pytest.raises(BilevelError, match="Fold 0 of cv has only targets of 0 to train on"):
         late = (np.arange(120) >= 60).astype(float)
         BilevelPoissonRegressor(cv=[(np.arange(60), np.arange(60, 120))]).fit(X, late)

@@ -1,4 +1,4 @@
-"""Leaving rows out of the tuning: slopes of scores against differences, the formula against tuning again."""
+"""Leaving rows out of the tuning: derivatives of scores and differences, the formula and a new tuning agree."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 
 from bilevel.engine.process import Process
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
-from bilevel.estimators.folds import split, whole
+from bilevel.estimators.folds import single_fold, split
 from bilevel.estimators.hyperparameters import grouping
 from bilevel.estimators.optimism import HeldOutRows, _leverages, corrected_losses
 from bilevel.estimators.rows_left_out import RowsLeftOut
@@ -31,7 +31,7 @@ def table_of(kind):
     groups = grouping(np.arange(X.shape[1]) % 4, X.shape[1])
     arguments = X, y, folds, groups, True
     if kind.startswith("left out"):
-        folds = whole(weight)
+        folds = single_fold(weight)
         return RowsLeftOut(X, y, folds, groups, True), folds
     if kind in ("sums", "net"):
         return SumsOfTable(*arguments, 0.5 if kind == "net" else None), folds
@@ -69,7 +69,7 @@ def test_both_forms_of_leverages_agree():
     factor = torch.randn(6, 2, 2).double()
     curvature = factor @ factor.mT
     by_rows = _leverages(slopes, curvature, tether, mean=True)
-    # The same items twice with half the curvature: more items than entries of λ.
+    # The same items twice with half the curvature, so that there are more items than entries of λ.
     twice = _leverages(slopes.repeat(2, 1, 1), curvature.repeat(2, 1, 1) / 2, tether, mean=True)
     torch.testing.assert_close(by_rows, twice[:6], rtol=1e-4, atol=1e-6)
 

@@ -55,7 +55,7 @@ def test_no_coefficient_is_negative_where_none_may_be():
 def test_groups_of_rows_stay_together():
     X, y, *_ = table()
     groups = np.repeat(np.arange(8), 10)
-    # Rows of a group are copies: without groups, every fold has seen the rows that it is judged on.
+    # Rows of a group are copies. Without groups, every fold trains on copies of its validation rows.
     X, y = X[groups], y[groups]
     apart = BilevelRidge("shared").fit(X, y, groups=groups)
     by_hand = BilevelRidge("shared", cv=list(GroupKFold(5, shuffle=True, random_state=0).split(X, y, groups))).fit(X, y)
@@ -124,9 +124,9 @@ def test_a_ratio_tuned_with_the_penalty_is_no_worse_than_any_of_a_list():
 
 
 def test_the_tether_does_not_depend_on_which_rows_share_a_fold(monkeypatch):
-    """Penalties of features differ where the evidence outweighs the draw of the folds."""
+    """Penalties of features differ only if the gain is larger than the variation between random folds."""
     X, y = load_diabetes(return_X_y=True)
     X, y = (X / X.std(0))[:150], y[:150]
     assert {BilevelLasso(random_state=seed).fit(X, y).tether_ for seed in (0, 1, 3)} == {np.inf}
-    monkeypatch.setattr("bilevel.estimators.sums_of_table.DRAWN", 0.5)
+    monkeypatch.setattr("bilevel.estimators.sums_of_table.FEATURE_STANDARD_ERRORS", 0.5)
     assert BilevelLasso(random_state=3).fit(X, y).tether_ < np.inf

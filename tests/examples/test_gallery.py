@@ -3,9 +3,12 @@
 import ast
 import importlib.util
 import json
+import multiprocessing
+import numbers
 import os
-import subprocess
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,32 +16,46 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.rglob("plot_*.py"))
 
-# A process of its own, so that no script's dtype, threads or style reaches another test. Warnings that a script itself
-# causes are errors; those of the libraries that it imports are theirs.
-DRIVER = """
-import json, numbers, runpy, sys, warnings
-import matplotlib
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-plt.show = lambda *args, **kwargs: None
-warnings.filterwarnings("error", module="__main__")
-warnings.filterwarnings("error", category=__import__("bilevel").BilevelWarning)
-scope = runpy.run_path(sys.argv[1], run_name="__main__")
-figures = [plt.figure(number) for number in plt.get_fignums()]
-for figure in figures:
-    figure.canvas.draw()
-report = {
-    "numbers": {
-        name: float(value.detach() if hasattr(value, "detach") else value)
-        for name, value in scope.items()
-        if isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
-    },
-    "drawn": [sum(axes.has_data() for axes in figure.axes) for figure in figures],
-    "titles": [axes.get_title() + axes.get_title(loc="left") for figure in figures for axes in figure.axes],
-}
-with open(sys.argv[2], "w") as file:
-    json.dump(report, file)
-"""
+# A process of its own for each script, so that no script's dtype, threads or style reaches another test. It is forked
+# from one that has imported the libraries and run nothing.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["bilevel", "matplotlib.pyplot", "sklearn.linear_model", "torch", "torch._dynamo"])
+
+
+def drive(script, folder):
+    """Run a script in its quick form and write down what it printed, drew and computed."""
+    os.chdir(folder)  # what a script writes by accident does not stay
+    os.environ["BILEVEL_QUICK"] = "1"
+    sys.stdout, sys.stderr = (open(name, "w", encoding="utf-8") for name in ("stdout", "stderr"))  # noqa: SIM115
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import torch
+
+    import bilevel
+
+    torch.set_num_threads(1)
+    plt.show = lambda *args, **kwargs: None
+    # Warnings that a script itself causes are errors; those of the libraries that it imports are theirs.
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.filterwarnings("error", module="__main__")
+    warnings.filterwarnings("error", category=bilevel.BilevelWarning)
+    scope = runpy.run_path(str(script), run_name="__main__")
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    for figure in figures:
+        figure.canvas.draw()
+    report = {
+        "numbers": {
+            name: float(value.detach() if hasattr(value, "detach") else value)
+            for name, value in scope.items()
+            if isinstance(value, numbers.Real) or getattr(value, "shape", None) == ()
+        },
+        "drawn": [sum(axes.has_data() for axes in figure.axes) for figure in figures],
+    }
+    Path("report.json").write_text(json.dumps(report))
+
 
 # What each script claims, as far as its quick form can show it: facts about its module-level numbers.
 CLAIMS = {
@@ -102,17 +119,13 @@ def missing_packages(script):
 
 
 def run(script, tmp_path):
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(script), str(report)],
-        cwd=tmp_path,  # what a script writes by accident does not stay
-        env={**os.environ, "BILEVEL_QUICK": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{script.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(report.read_text()), done.stdout
+    process = PROCESSES.Process(target=drive, args=(script, tmp_path))
+    process.start()
+    process.join(300)
+    process.kill()
+    printed, errors = ((tmp_path / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    assert process.exitcode == 0, f"{script.name} failed:\n{printed[-2000:]}\n{errors[-4000:]}"
+    return json.loads((tmp_path / "report.json").read_text()), printed
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(EXAMPLES).with_suffix("").as_posix())

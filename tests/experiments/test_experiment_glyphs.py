@@ -24,7 +24,7 @@ TINY = {**SHORT, "iterations": "2", "test_episodes": "4", "validation_episodes":
 
 @pytest.fixture(scope="module", autouse=True)
 def few_scripts(tmp_path_factory):
-    with drawn(tmp_path_factory.mktemp("cache")) as data:
+    with drawn(tmp_path_factory) as data:
         yield data
 
 

@@ -22,7 +22,7 @@ TRAINING = TrainingSettings(dataset="glyphs", queries=5, meta_batch=2, lr=0.002,
 
 @pytest.fixture(scope="module")
 def glyphs(tmp_path_factory):
-    with drawn(tmp_path_factory.mktemp("cache")) as data:
+    with drawn(tmp_path_factory) as data:
         yield data
 
 

@@ -17,18 +17,20 @@ from bilevel.experiments.strategies import PROBLEMS, TABLE_3, StrategiesSettings
 from few_scripts import drawn
 
 TINY = {"images": "320", "look_episodes": "4", "test_episodes": "4"}
+# One hyperiteration of every learner.
+ALL = {"images": "160", "look_episodes": "2", "test_episodes": "2"}
 TWO = {**TINY, "learners": "hyper-representation,prototypical"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def glyphs(tmp_path_factory):
-    with drawn(tmp_path_factory.mktemp("cache")) as data:
+    with drawn(tmp_path_factory) as data:
         yield data
 
 
 @pytest.fixture(scope="module")
 def all_learners(tmp_path_factory):
-    return reproduce("strategies", TINY, quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
+    return reproduce("strategies", ALL, quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
 
 
 def test_every_learner_that_is_found_has_a_row(all_learners):
@@ -50,7 +52,7 @@ def test_every_learner_that_is_found_has_a_row(all_learners):
 def test_all_learners_see_as_many_images(all_learners):
     rows = all_learners[0].numbers["glyphs-5way-1shot"]
     for name, row in rows.items():
-        assert row["images"] == (320 if learners.get(name).trains else 0)
+        assert row["images"] == (160 if learners.get(name).trains else 0)
         assert row["curve"][-1][0] == row["images"]
 
 
@@ -60,7 +62,7 @@ def test_all_learners_are_judged_on_the_same_disjoint_episodes(glyphs, all_learn
         replace(PROBLEMS["glyphs-5way-1shot"], learner="pixels", network="omniglot-net"), glyphs
     )
     test = strategies.episodes(PROBLEMS["glyphs-5way-1shot"], glyphs, "test")
-    expected = job.learner.accuracies(test.batch(range(4))).mean()
+    expected = job.learner.accuracies(test.batch(range(2))).mean()
     assert all_learners[0].numbers["glyphs-5way-1shot"]["pixels"]["accuracy"] == pytest.approx(float(expected))
     support, queries = test.batch(range(1)).train[0][0].flatten(1), test.batch(range(1)).val[0][0].flatten(1)
     assert torch.cdist(support, queries).min() > 0
@@ -72,7 +74,7 @@ def test_a_second_run_reads_what_is_there(all_learners, monkeypatch):
     monkeypatch.setattr(strategies, "judge", lambda *arguments: pytest.fail("it was judged again"))
     for weights in record.folder.glob("runs/*/**/*.safetensors"):  # the log and meta_test.json are enough
         weights.unlink()
-    again, _ = reproduce("strategies", TINY, quick=True, out=record.folder.parent, progress=False)
+    again, _ = reproduce("strategies", ALL, quick=True, out=record.folder.parent, progress=False)
     assert again.numbers == result.numbers and again.times == result.times
 
 

@@ -27,7 +27,7 @@ STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1
 
 @pytest.fixture(scope="module", autouse=True)
 def glyphs(tmp_path_factory):
-    with drawn(tmp_path_factory.mktemp("cache")) as data:
+    with drawn(tmp_path_factory) as data:
         yield data
 
 
@@ -141,8 +141,8 @@ def test_a_result_is_that_of_its_settings_and_not_of_what_lay_there(tmp_path):
     config = json.loads((path / "config.json").read_text())
     assert config["kind"] == "ClassicTraining" and "--set variants=classic-train" in config["command"]
     for change, words in (
-        ({"iterations": "2", "looks": "1"}, "has 4 hyperiterations already, and iterations=2"),
-        ({"look_episodes": "5"}, "was validated otherwise: validation_episodes: 4 there, 5 here"),
+        ({"iterations": "2", "looks": "1"}, "has 4 hyperiterations already, which is more than iterations=2"),
+        ({"look_episodes": "5"}, "was validated in another way: validation_episodes: 4 there, 5 here"),
     ):
         with pytest.raises(BilevelError, match=words):
             reproduce("variants", options | change, quick=True, out=tmp_path, progress=False)
@@ -300,5 +300,5 @@ def test_ctrl_c_saves_the_training_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     told = process.communicate()[1]
     assert process.returncode == 130, told
-    assert "The training is saved in" in told and "the same command goes on" in told
+    assert "The training is saved in" in told and "Run the same command to continue it" in told
     assert list((checkpoints.parent / "checkpoints").iterdir())

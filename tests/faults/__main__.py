@@ -17,9 +17,14 @@ from faults import brought, judging, kills, learned, lives
 SEEDS = 1_000_000
 
 
-def inputs(count: int, seed: int, folder: Path, report: Callable[[str], None] = print) -> dict[str, Counter]:
-    """Break about `count` inputs, shared by the attacks, and each attack once at least; the ends, by attack."""
-    attacks = [*learned.attacks(), *brought.attacks()]
+def inputs(
+    count: int, seed: int, folder: Path, report: Callable[[str], None] = print, only: str = ""
+) -> dict[str, Counter]:
+    """Break about `count` inputs, shared by the attacks whose name contains `only`; the ends, by attack.
+
+    Each attack breaks one at least.
+    """
+    attacks = [attack for attack in (*learned.attacks(), *brought.attacks()) if only in attack.name]
     whole = sum(attack.weight for attack in attacks)
     found = {}
     for number, attack in enumerate(attacks):
@@ -42,7 +47,7 @@ def part(options: argparse.Namespace) -> dict[str, Counter]:
         if options.kills:  # first, because a process that has run things in parallel cannot be forked
             found[""] = kills.campaign(options.kills, Path(scratch), options.seed, say, options.iterations)
         if options.inputs:
-            found |= inputs(options.inputs, options.seed, Path(scratch), say)
+            found |= inputs(options.inputs, options.seed, Path(scratch), say, options.only)
     return found
 
 
@@ -55,7 +60,7 @@ def parts(options: argparse.Namespace) -> dict[str, Counter]:
             shares = {name: -(-getattr(options, name) // options.jobs) for name in ("kills", "inputs")}
             given = {**shares, "iterations": options.iterations, "seed": options.seed + number * SEEDS}
             words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-            words += ["--counts", f"{scratch}/{number}.json"]
+            words += ["--only", options.only, "--counts", f"{scratch}/{number}.json"]
             started.append(subprocess.Popen([sys.executable, "-m", "faults", *words]))
         codes = [process.wait() for process in started]
         files = [Path(scratch) / f"{number}.json" for number in range(options.jobs)]
@@ -72,6 +77,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--iterations", type=int, default=kills.ITERATIONS, help="of the trainings that are killed")
     parser.add_argument("--inputs", type=int, default=6_000)
+    parser.add_argument("--only", default="", metavar="NAME", help="inputs of the attacks whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the campaign")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the counts to a file as well")
@@ -85,8 +91,8 @@ def main() -> int:
     ends = sum(found.values(), Counter())
     faults = ends["faults"] + lived["faults"]
     summary = [
-        f"Trainings: {listed(lived)}.",
-        f"{ends.total():,} broken inputs: {listed(ends)}.",
+        *([f"Trainings: {listed(lived)}."] if lived else []),
+        *([f"{ends.total():,} broken inputs: {listed(ends)}."] if ends else []),
         *(f"  {name}: {listed(counts)}" for name, counts in found.items()),
         f"{faults} faults. {(time.perf_counter() - began) / 60:.0f} minutes.",
     ]

@@ -15,7 +15,7 @@ from bilevel.data.preparation import Preparation, prepare
 from bilevel.files import write_json
 from bilevel.learners import library, recognition
 from bilevel.learners.calibration import RATES, Calibration
-from bilevel.learners.runs import enter, schedule
+from bilevel.learners.runs import begin_or_resume, schedule
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.training import FewShotTraining
 from bilevel.training.folder import RunFolder
@@ -103,7 +103,7 @@ def _trained() -> dict[str, bytes]:
 def _train(path: Path) -> None:
     place, training = RunFolder(path), job()
     with place.locked():
-        enter(place, training, "bilevel train")
+        begin_or_resume(place, training, "bilevel train")
         Run(training, place, schedule(TINY)).go()
     card = library.find(str(path)).card
     write_json(path / library.CALIBRATION, {"weights": card["weights"], "calibrations": [calibration()]}, sealed=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from bilevel.errors import BilevelError
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
 from faults import healthy
@@ -160,16 +161,28 @@ class Campaign:
         if not file.exists():
             return True
         content = file.read_bytes()
-        file.write_bytes(damage(content, self.draw) if content else b"x")
+        broken = damage(content, self.draw) if content else b"x"
+        file.write_bytes(broken)
         self.counts["damaged files"] += 1
         life = self.start(run, kind, Death("kill", self.draw.uniform(0.5, 1.5)))
         refused = any(code == 2 for code in life.codes)
         if refused and not any(line.startswith("Error: ") for said in life.said for line in said.splitlines()):
             self.fault(f"{run.name}, {file.name}: {life.codes} {life.said}")
-        # What no later step replaces is put back; so is what a run needs and did not get to read.
-        if refused or file in (folder.config_file, folder.best, folder.last):
+        # What no later step replaces is put back; so is what a run needs and did not get to read: its last checkpoint.
+        # A file that the resumed run has written since is left as it is: the old content would be older than the run.
+        needed = refused or file in (folder.config_file, folder.best, folder.last) or self.stuck(folder)
+        restored = needed and file.exists() and file.read_bytes() == broken
+        if restored:
             file.write_bytes(content)
-        return file != folder.metrics or refused
+        return file != folder.metrics or restored
+
+    @staticmethod
+    def stuck(folder: RunFolder) -> bool:
+        """Whether no checkpoint can be read, so that every resume must refuse."""
+        try:
+            return folder.checkpoints.newest(lambda said: None) is None
+        except BilevelError:
+            return True
 
     def compare(self, run: Path, whole: Path, clean: bool) -> None:
         """Bit for bit the same weights, best weights and, unless they were damaged, metrics."""

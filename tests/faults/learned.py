@@ -61,7 +61,7 @@ def use_run(file: Path):
 
 
 def use_classifier(file: Path):
-    kept = recognition.kept_classifier(str(file))
+    kept = recognition.saved_classifier(str(file))
     assert kept is not None
     model, made = kept
     return made.predict_proba(healthy.labelled(model.preparation)).tolist(), made.classes

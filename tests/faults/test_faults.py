@@ -22,6 +22,7 @@ def single():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_broken_inputs_end_in_a_right_load_or_a_sentence(tmp_path):
     lines = []
     found = inputs(80, 10_000, tmp_path, lines.append)

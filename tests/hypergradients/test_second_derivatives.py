@@ -243,14 +243,16 @@ def test_a_method_without_second_derivatives_says_so(method):
 
 def test_nothing_is_run_again_until_a_second_derivative_is_asked_for():
     calls = []
-    lam = torch.tensor(0.3, requires_grad=True)
-    f = bl.objective(scalar(calls), lam, TASK, dynamics=bl.GradientDescent(0.1), steps=20)
-    once = len(calls)
-    f.backward(retain_graph=True)
-    (slope,) = torch.autograd.grad(f, lam, create_graph=True)
-    assert len(calls) == once
-    slope.backward()
-    assert len(calls) == once + 20
+    problem, lam = scalar(calls), torch.tensor(0.3, requires_grad=True)
+    # The first second derivative of a problem is compared with differences, which takes a few more calls.
+    for checks in (10, 0):
+        f = bl.objective(problem, lam, TASK, dynamics=bl.GradientDescent(0.1), steps=20)
+        once = len(calls)
+        f.backward(retain_graph=True)
+        (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+        assert len(calls) == once
+        slope.backward()
+        assert 20 <= len(calls) - once <= 20 + checks
 
 
 def test_the_first_derivative_is_that_of_the_call_whatever_happens_to_lam_since():

@@ -297,6 +297,7 @@ def test_a_meta_lstm_with_open_gates_is_gradient_descent(adapts):
     assert float((fewer["0.weight"] - grads["0.weight"]).norm()) > 1e-3 * float(grads["0.weight"].norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LearnedOptimizer, MetaLSTM])
 @pytest.mark.parametrize("adapts", ["head", "all"])
 def test_recurrent_learners_pass_with_second_derivatives(kind, adapts):

@@ -133,12 +133,13 @@ def test_what_cannot_be_used_is_said(tmp_path, arrays, message):
 def test_other_files_heads_and_widths_are_refused(tmp_path, split):
     (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 nothing")
     np.save(tmp_path / "b.npy", np.ones((2, 2)))
-    for file in ("a.npz", "b.npy", "missing.npz"):
+    (tmp_path / "c.npz").write_text("no archive")
+    for file in ("a.npz", "b.npy", "c.npz", "missing.npz"):
         done = invoke("--features", tmp_path / file)
-        assert done.exit_code == 2 and done.stderr.startswith("Error: "), done.output
-    with pytest.raises(BilevelError, match="the heads are hyper-representation"):
+        assert done.exit_code == 2 and done.stderr.startswith("Error: ") and "pickle" not in done.stderr, done.output
+    with pytest.raises(BilevelError, match="Pass one of the heads hyper-representation"):
         head("maml", 3)
-    with pytest.raises(BilevelError, match="compute both with one network"):
+    with pytest.raises(BilevelError, match="compute both with the same network"):
         adapt(split[0]).predict(CachedFeatures.of(np.ones((2, 3))))
 
 

@@ -112,11 +112,11 @@ def test_arrays_mapped_from_files_are_taken_without_a_warning(tmp_path):
         (torch.rand(1, 8, 8), "a", "this learner takes"),
         (torch.zeros(4, 8, 8, 3, dtype=torch.uint8), "abab", r"\[4, 3, 8, 8\]"),
         (torch.ones(4, 1, 8, 8, dtype=torch.int64), "abab", "int64"),
-        (torch.rand(0, 1, 8, 8), "", "There are no images"),
+        (torch.rand(0, 1, 8, 8), "", "The array of images is empty"),
         (torch.full((2, 1, 8, 8), float("nan")), "ab", "not finite"),
-        ([np.zeros((8, 8)), np.zeros((9, 9))], "ab", "do not make one array"),
-        (torch.rand(4, 1, 8, 8), "aba", "4 images came with 3 labels"),
-        (torch.rand(2, 1, 8, 8), "aa", "All images are labelled 'a'; a classifier needs at least two"),
+        ([np.zeros((8, 8)), np.zeros((9, 9))], "ab", "cannot be made into one array"),
+        (torch.rand(4, 1, 8, 8), "aba", "There are 4 images and 3 labels"),
+        (torch.rand(2, 1, 8, 8), "aa", "All images are labelled 'a'; a classifier needs images of at least two"),
         (torch.rand(2, 1, 8, 8), [["a"], ["b"]], "one string or number per image"),
     ],
 )
@@ -138,7 +138,7 @@ def test_steps_are_the_learners_own_unless_given():
 
 
 def test_floats_that_go_to_255_are_warned_about():
-    with pytest.warns(bl.BilevelWarning, match="divide them by 255"):
+    with pytest.warns(bl.BilevelWarning, match="Divide them by 255"):
         make().adapt(pictures([0, 1]) * 255, "ab")
 
 

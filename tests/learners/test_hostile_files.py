@@ -54,10 +54,10 @@ def test_weights_that_are_no_finite_numbers(saved, damage, message):
         ({"shape": [1, -28, 28]}, "must be (channels, height, width)"),
         ({"shape": [1, 28.5, 28]}, "must be (channels, height, width)"),
         ({"shape": [1, 10**6, 10**6]}, "must be (channels, height, width)"),
-        ({"shape": 5}, "does not say which learner"),
-        ({"shape": None}, "does not say which learner"),
+        ({"shape": 5}, "does not describe a learner"),
+        ({"shape": None}, "does not describe a learner"),
         ({"name": ["x"]}, "There is no learner ['x']"),
-        ({"steps": 10**9}, "would not end"),
+        ({"steps": 10**9}, "would take too long"),
         ({"inner_lr": 1e300}, "infinite in single precision"),
         ({"inner_lr": "x"}, "is not a number"),
     ],
@@ -129,22 +129,42 @@ def test_a_step_size_without_bounds_is_called_divergence(data):
             job.step(k)
 
 
+def kept(path):
+    """A classifier in a file, as its tensors and facts."""
+    torch.set_default_dtype(torch.float32)
+    made = HyperRepresentation("omniglot-net", (1, 28, 28), steps=2).adapt(torch.rand(4, 1, 28, 28), "abab")
+    made.save(path)
+    return read_tensors(path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("temperature", -1.0, "no logits can be divided by a temperature of -1"),
-        ("temperature", 0.0, "no logits can be divided by a temperature of 0"),
-        ("learner", {"name": "hyper-representation", "shape": [1, 8, 8], "network": 0.5}, "no name of a network"),
+        ("temperature", -1.0, "temperature=-1 must be between"),
+        ("temperature", 0.0, "temperature=0 must be between"),
+        ("steps", 10**9, "steps=1,000,000,000 would take too long"),
+        ("steps", 2**63, "would take too long"),
+        (
+            "learner",
+            {"name": "hyper-representation", "shape": [1, 8, 8], "network": 0.5},
+            "is not the name of a network",
+        ),
     ],
 )
 def test_a_forged_classifier(tmp_path, key, value, message):
-    torch.set_default_dtype(torch.float32)
-    made = HyperRepresentation("omniglot-net", (1, 28, 28), steps=2).adapt(torch.rand(4, 1, 28, 28), "abab")
-    made.save(tmp_path / "x.safetensors")
-    tensors, facts = read_tensors(tmp_path / "x.safetensors")
+    tensors, facts = kept(tmp_path / "x.safetensors")
     facts["classifier"][key] = value
     write_tensors(tmp_path / "x.safetensors", tensors, facts)
     with pytest.raises(BilevelError, match=message):
+        FewShotClassifier.load(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("label", [torch.inf, -torch.inf, torch.nan])
+def test_a_classifier_with_labels_that_are_no_numbers(tmp_path, label):
+    tensors, facts = kept(tmp_path / "x.safetensors")
+    tensors["labels"] = tensors["labels"].float() + label
+    write_tensors(tmp_path / "x.safetensors", tensors, facts)
+    with pytest.raises(BilevelError, match="cannot be used"):
         FewShotClassifier.load(tmp_path / "x.safetensors")
 
 

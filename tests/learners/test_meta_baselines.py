@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from bilevel import BilevelError
 from bilevel.experiments._table_4_trainings import ClassicTraining, PaperMulticlass
-from bilevel.learners.runs import enter, train_in
+from bilevel.learners.runs import begin_or_resume, train_in
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import PART
 from bilevel.learners.training import FewShotTraining
@@ -156,9 +156,9 @@ def test_a_run_of_a_version_without_the_newer_settings_goes_on(tmp_path, data):
     for name in ("outer", "train_shots"):
         del config["settings"][name]
     folder.config_file.write_text(json.dumps(config))
-    enter(folder, FewShotTraining(replace(SMALL, iterations=3), data), "test", resume=True)
+    begin_or_resume(folder, FewShotTraining(replace(SMALL, iterations=3), data), "test", resume=True)
     with pytest.raises(BilevelError, match="outer: query there, support here"):
-        enter(folder, FewShotTraining(TRAIN, data), "test", resume=True)
+        begin_or_resume(folder, FewShotTraining(TRAIN, data), "test", resume=True)
 
 
 def test_wrong_settings():

@@ -274,7 +274,7 @@ def test_the_presets_are_the_papers():
         ({"ways": True}, "ways=True is not a whole number"),
         ({"rotations": 1}, "rotations=1 is not true or false"),
         ({"lr": "fast"}, "lr='fast' is not a number"),
-        ({"lr": 0}, "lr=0 would not move anything"),
+        ({"lr": 0}, "lr=0 must be positive"),
         ({"lr": float("inf")}, "lr=inf is not finite"),
         ({"l2": float("nan")}, "l2=nan is not finite"),
         ({"l2": -1.0}, "l2=-1.0 must be at least 0"),
@@ -300,9 +300,9 @@ def test_settings_that_make_no_sense(changes, message):
 def test_networks_and_images_that_do_not_fit(data):
     with pytest.raises(BilevelError, match=r"no network 'c5l'; pass one of c4l"):
         new_learner(replace(SMALL, network="c5l"), data)
-    with pytest.raises(BilevelError, match=r"c4l does not take images of 8×8 pixels.*image_size"):
+    with pytest.raises(BilevelError, match=r"c4l cannot process images of 8×8 pixels.*image_size"):
         new_learner(replace(SMALL, network="c4l"), replace(data, images=data.images[:, :8, :8]))
-    with pytest.raises(BilevelError, match="image_size=84 is for folders of images and MiniImagenet; glyphs"):
+    with pytest.raises(BilevelError, match=r"image_size=84 is for folders of images and MiniImagenet\. glyphs"):
         open_data(TrainingSettings(dataset="glyphs", image_size=84))
 
 

@@ -163,7 +163,7 @@ def test_the_margin_loss_compares_the_nearest_right_and_wrong_keys():
 
 
 def test_a_memory_refuses_more_classes_than_it_has_slots():
-    with pytest.raises(BilevelError, match="4 slots cannot hold 5 classes; set slots=5"):
+    with pytest.raises(BilevelError, match="slots=4 cannot hold 5 classes; set slots=5"):
         small(MemoryModule, slots=4).check_episode(5, 1)
 
 
@@ -202,7 +202,7 @@ def test_snail_takes_its_classes_from_the_training_and_refuses_more():
         assert options["ways"] == ways
         learner = small(SNAIL, ways=options["ways"])
         learner.check_episode(ways, 10)
-        with pytest.raises(BilevelError, match=f"built for {ways} classes and cannot tell {ways + 1} apart"):
+        with pytest.raises(BilevelError, match=f"built for {ways} classes and cannot classify {ways + 1}"):
             learner.check_episode(ways + 1, 1)
 
 

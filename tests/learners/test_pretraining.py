@@ -257,7 +257,7 @@ def test_the_bilevel_problem_goes_on_from_pretraining(data, tmp_path):
     assert shapes == {4, 8, 12}
     second.step(1)
     assert all(bool(leaf.isfinite().all()) for leaf in second.learner.lam.values())
-    with pytest.raises(BilevelError, match="trained to tell 8 classes apart, and this training has 32"):
+    with pytest.raises(BilevelError, match="classifier over 8 training classes, and this training has 32"):
         FewShotTraining(replace(settings, rotations=True), data)
 
 

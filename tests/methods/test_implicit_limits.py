@@ -243,3 +243,19 @@ def test_what_the_trials_cost():
         counts.append(calls)
     # Ten steps, the slope at w_T, and once more to see that it is a function.
     assert counts[1] == 12
+
+
+def test_a_run_on_its_way_to_infinity_has_no_limit_to_differentiate():
+    """The numbers are finite, and wrong: no fixed point is near."""
+    lam, task = torch.ones(3, dtype=torch.float64), bl.Task(None, None)
+    square = bl.Problem(lambda w, lam, _: ((w - lam) ** 2).sum(), lambda w, lam, _: (w**2).sum(), torch.zeros_like)
+    with pytest.raises(bl.DivergenceError, match=r"at step 60 of 60 the inner loss was .*The step size 1.5 lies above"):
+        bl.hypergradient(square, lam, task, dynamics=bl.GradientDescent(1.5), steps=60, method=bl.Implicit())
+    away = bl.Problem(
+        fixed_point=lambda w, lam, _: 3 * w - lam, outer=lambda w, lam, _: (w**2).sum(), init=torch.zeros_like
+    )
+    with pytest.raises(bl.DivergenceError, match="moves w away from its fixed point"):
+        bl.hypergradient(away, lam, task, dynamics=bl.Picard(), steps=60, method=bl.Implicit())
+    large = bl.Problem(lambda w, lam, _: 1e9 * ((w - lam) ** 2).sum(), lambda w, lam, _: (w**2).sum(), torch.zeros_like)
+    found = bl.hypergradient(large, lam, task, dynamics=bl.GradientDescent(1e-12), steps=1, method=bl.Implicit())
+    assert torch.isfinite(found.value)

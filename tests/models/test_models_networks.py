@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bilevel import models
 from bilevel.errors import BilevelError
-from bilevel.models._blocks import FusedSequential, per_image
 from bilevel.models.batch_norm import BatchNorm, converted, layers, using
+from bilevel.models.blocks import FusedSequential, per_image
 
 SHAPES = {"omniglot-net": (1, 28, 28), "c4l": (3, 84, 84), "c4l-64": (3, 84, 84), "rn": (3, 84, 84)}
 SPATIAL = {"omniglot-net": [14, 7, 4, 2], "c4l": [84, 42, 42, 21, 21, 10, 10, 5]}

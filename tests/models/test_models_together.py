@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from bilevel.learners.representation import Representation
 from bilevel.models import _second_derivatives
-from bilevel.models._networks import networks, stacked
 from bilevel.models.batch_norm import converted
+from bilevel.models.networks import networks, stacked
 
 STRIDED = [nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU()]
 POOLED = [nn.Conv2d(5, 3, (3, 2), padding=(1, 0), bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]

@@ -137,7 +137,7 @@ def test_damaged_metrics_and_configurations_are_named_and_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 20, "loss": 1}\nnonsense\n{"iteration": 40, "loss": 1}\n')
     found = read.gather([tmp_path])
     assert [line["iteration"] for line in found.runs[0].metrics] == [20, 40] and found.runs[0].config == {}
-    assert len(found.warnings) == 2 and "config.json" in found.warnings[0] and "line 2 of 4" in found.warnings[1]
+    assert len(found.warnings) == 2 and "config.json" in found.warnings[0] and "line 2 of 3" in found.warnings[1]
 
 
 def test_a_torn_last_line_is_left_out_and_what_is_no_number_becomes_a_gap(tmp_path):

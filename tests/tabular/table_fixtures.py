@@ -6,7 +6,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
 
 
 def diabetes(path, **changes):
-    """442 rows, 10 numbers and a numeric target, in the units they were measured in."""
+    """442 rows, 10 numbers and a numeric target, in the units of measurement."""
     frame = load_diabetes(as_frame=True, scaled=False).frame
     return written(path, frame.assign(**changes))
 
@@ -24,7 +24,7 @@ def wine(path):
 
 
 def flats(path, rows=80, seed=0, **changes):
-    """Every kind of column: numbers, text, truth values, and weights."""
+    """Every kind of column: numbers, text, booleans, and weights."""
     draw = np.random.default_rng(seed)
     town, size = draw.choice(["Oslo", "Rome", "Lima"], rows), draw.uniform(20, 120, rows).round(1)
     lift = draw.random(rows) < 0.5

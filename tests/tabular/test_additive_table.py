@@ -1,4 +1,4 @@
-"""The additive model of `bilevel tune`: fitted to columns as they are, saved, loaded, and shown."""
+"""The additive model of `bilevel tune`: fitted to raw columns, saved, loaded, and displayed."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ QUICK = {"model": "additive", "cv": 2, "repeats": 1, "max_iter": 3, "one_hot": T
 
 @pytest.fixture(autouse=True)
 def few_rivals(monkeypatch):
-    """A linear model and the constant: forests and boosting are compared in other tests."""
+    """Compare only with a linear model and the constant. Other tests compare with forests and boosting."""
 
     def some(classes, *args):
         found = rivals(classes, *args)
@@ -36,7 +36,7 @@ def few_rivals(monkeypatch):
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A table with every kind of column, and gaps."""
+    """A table with every kind of column and with empty fields."""
     path = tmp_path_factory.mktemp("additive") / "mixed.csv"
     frame = pd.read_csv(flats(path, rows=120)).astype(object)
     frame["rooms"] = [f"{i % 9}%" for i in range(120)]

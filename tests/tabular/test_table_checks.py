@@ -1,4 +1,4 @@
-"""What is said about tables that cannot be used: always the column, the row where there is one, and a way out."""
+"""Errors about unusable tables name the column, the row if there is one, and what to write instead."""
 
 import numpy as np
 import pandas as pd
@@ -47,7 +47,8 @@ def column(values, rows=80):
         (column(["1,5", "2", "3,0"]), ["'new' holds numbers with a comma", "--decimal ','"]),
         ([f"{i},5" for i in range(80)], ["'new' holds numbers with a comma", "--decimal ','"]),
         (column(["1,500", "12,000", "3"]), ["'new' holds numbers with a comma", "--thousands ','", "--decimal ','"]),
-        (column(["1.500,25", "12.000", "3,5"]), ["numbers with a comma", "--decimal ',' --thousands ."]),
+        (column(["1,500.5", "12,000.0", "3"]), ["Write --thousands ','."]),
+        (column(["1.500,25", "12.000", "3,5"]), ["numbers with a comma", "--decimal ',' --thousands '.'"]),
     ],
 )
 def test_a_column_that_cannot_be_a_feature(tmp_path, values, words):
@@ -229,7 +230,7 @@ def test_everything_learned_comes_from_the_training_rows(tmp_path):
     assert list(steps.get_feature_names_out()) == ["size", "lift", "town=Lima", "town=Oslo", "town=Rome"]
     z = steps.transform(found.frame.iloc[train])
     assert np.allclose(z.mean(0), 0, atol=1e-12) and np.allclose(z.std(0), 1)
-    # Test rows that are changed change nothing else.
+    # Changes of the test rows do not change the features of other rows.
     frame = pd.read_csv(path)
     frame.loc[test, "size"], frame.loc[test, "town"] = 1e6, "Bonn"
     other = prepared(written(tmp_path / "other.csv", frame), **FLATS)

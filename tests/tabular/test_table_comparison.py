@@ -1,4 +1,4 @@
-"""What is said of a comparison: the test behind it, the verdict, leaks, and the variance that groups explain."""
+"""The comparison of models: the significance test, the verdict, leaks, and the variance that groups explain."""
 
 import numpy as np
 import pandas as pd
@@ -22,10 +22,10 @@ QUICK = {"max_iter": 5, "repeats": 1, "cv": 2, "model": "ridge"}
 
 
 def test_the_corrected_test_keeps_its_level():
-    """Two models that are equally good, on folds whose training sets overlap: their differences share a part."""
+    """For two equally good models on overlapping training sets, the test is rarely significant."""
     draw, wrong, naive = np.random.default_rng(0), 0, 0
     for _ in range(1000):
-        # Repeated 5-fold cross-validation: differences correlate by about test rows / all rows.
+        # In repeated 5-fold cross-validation, differences have a correlation of about test rows / all rows.
         d = np.sqrt(0.2) * draw.normal() + np.sqrt(0.8) * draw.normal(size=20)
         wrong += corrected_test(d, np.zeros(20), 0.25).p < 0.05
         naive += stats.ttest_1samp(d, 0).pvalue < 0.05
@@ -41,7 +41,7 @@ def test_the_corrected_test_against_its_formula():
 
 
 def compared(**losses):
-    """A comparison with these losses of 20 folds by model."""
+    """A comparison of models with these losses on 20 folds."""
     found = []
     for name, values in losses.items():
         values = np.broadcast_to(values, 20)
@@ -68,11 +68,13 @@ def test_verdicts_are_honest():
     assert "No significant difference" in same.sentence
     nothing = table_verdict(compared(BilevelRidge=base, RidgeCV=base, mean=base + noise), [])
     assert nothing.sentence.startswith("No model predicts significantly better than the mean")
-    # A difference of 1.1 % on a single fold says nothing.
+    # A difference of 1.1 % on a single fold is not significant.
     one = compared(BilevelRidge=0.98, RidgeCV=1.0, mean=9.0)
     for model in one.models:
         model.losses = model.losses[:1]
-    assert table_verdict(one, []).sentence.startswith("No model predicts significantly better")
+    said = table_verdict(one, []).sentence
+    assert said.startswith("No model predicts significantly better") and "--cv 10" in said
+    assert "--cv" not in nothing.sentence  # 20 folds
 
 
 def test_a_slow_model_is_left_out_and_the_first_round_is_finished(tmp_path):

@@ -1,4 +1,4 @@
-"""Reading files: dialects, and what is said about files that are no tables."""
+"""Reading files: CSV dialects, and errors about files that are not tables."""
 
 import gzip
 import hashlib

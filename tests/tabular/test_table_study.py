@@ -1,4 +1,4 @@
-"""Tuning a table: the saved model is the estimator's, the comparison is fair, and files are what was fitted."""
+"""Tuning a table: the saved model equals the estimator, the comparison is fair, and files hold the fitted model."""
 
 import csv
 import io
@@ -69,7 +69,7 @@ def test_the_saved_model_is_the_estimators_to_the_last_digits(ridge, logistic):
 
 
 def test_every_model_is_tested_on_rows_it_was_not_fitted_to(ridge, logistic):
-    """Each fold, again and by hand: columns prepared, penalties tuned and models fitted on its training rows."""
+    """Each fold is computed again, step by step: everything is learned from its training rows."""
     y, frame = ridge.used.y, ridge.used.frame
     lasso, ours, losses = np.empty(len(y)), np.empty(len(y)), []
     pairs = next(iter(ridge.used.splits.outer(1)))
@@ -141,7 +141,7 @@ def test_the_file_predicts_what_the_model_does_and_holds_no_code(ridge, logistic
 
 
 def mixed(study_settings, place):
-    """A model of every kind of column, with gaps, and the table as pandas reads it."""
+    """A model of every kind of column, with empty fields, and the table as pandas reads it."""
     frame = pd.read_csv(flats(place / "flats.csv", rows=120)).astype(object)
     frame["rooms"] = [f"{i % 9}%" for i in range(120)]
     frame["door"] = ["left", "right"] * 60
@@ -284,7 +284,7 @@ def test_groups_may_name_columns_that_are_left_out(tmp_path):
 
 
 def test_indicators_of_a_column_may_share_a_penalty(tmp_path):
-    # Only the town matters here, so that its penalty differs from the others'.
+    # The target depends only on the town, so its penalty differs from the others.
     rows = pd.read_csv(flats(tmp_path / "all.csv", seed=1))
     noise = np.random.default_rng(11).normal(0, 20, len(rows))
     price = (30.0 * (rows["town"] == "Oslo") - 30.0 * (rows["town"] == "Rome") + noise).round(2)

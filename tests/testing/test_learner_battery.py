@@ -5,6 +5,7 @@ import torch
 
 from bilevel import learners
 from bilevel.errors import BilevelError
+from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.catalogue.maml import MAML
 from bilevel.learners.catalogue.prototypical import Prototypical
 from bilevel.learners.scoring_learner import class_means, squared_distances
@@ -67,8 +68,8 @@ class Detached(Prototypical):
     """Prototypes that the derivative does not see."""
 
     def scores(self, lam, episode):
-        known, asked = self.represent(lam, episode)
-        return -squared_distances(asked, class_means(known, episode.labels, episode.ways).detach())
+        support, queries = self.represent(lam, episode)
+        return -squared_distances(queries, class_means(support, episode.labels, episode.ways).detach())
 
 
 class Random(Prototypical):
@@ -85,6 +86,22 @@ class OtherAdapt(Prototypical):
     def adapted(self, support, labels, ways, steps):
         scores = super().adapted(support, labels, ways, steps)
         return lambda queries: -scores(queries)
+
+
+class OneStepMore(HyperRepresentation):
+    """Users get a classifier after one step more than in training, which changes few predictions."""
+
+    def adapted(self, support, labels, ways, steps):
+        return super().adapted(support, labels, ways, steps + 1)
+
+
+class SameShots(Prototypical):
+    """Class means by reshaping, which needs the same number of images of every class."""
+
+    def scores(self, lam, episode):
+        support, queries = self.represent(lam, episode)
+        ordered = support[episode.labels.argsort(stable=True)]
+        return -squared_distances(queries, ordered.view(episode.ways, -1, support.shape[1]).mean(1))
 
 
 class FirstImage(Prototypical):
@@ -172,6 +189,8 @@ class Unused(Prototypical):
         (Detached, "the hypergradient has the slope"),
         (Random, "a second call on the same episodes gives another hypergradient"),
         (OtherAdapt, "adapt(…).predict is right in"),
+        (OneStepMore, "the training objective is"),
+        (SameShots, "adapt fails if a class has 2 images and the others 3"),
         (FirstImage, "another order of the support images changes the probabilities"),
         (FirstClass, "changes the probabilities"),
         (FiveClasses, "7 ways and 1 shots fail with RuntimeError: the memory is full"),
@@ -184,6 +203,12 @@ def test_the_battery_refuses(kind, message):
     with pytest.raises(AssertionError) as refused:
         check_learner(kind)
     assert message in str(refused.value)
+
+
+def test_a_learner_with_the_name_of_another_is_refused():
+    taken = type("Prototypical", (Prototypical,), {"__doc__": "Another learner of the same name."})
+    with pytest.raises(AssertionError, match="the name prototypical belongs to another class"):
+        check_learner(taken)
 
 
 def test_a_leaf_that_nothing_depends_on_is_named():

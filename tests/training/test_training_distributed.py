@@ -73,6 +73,14 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(tmp_path, alone):
     assert close(folder, alone) and weights(folder) == weights(alone) and losses(folder) == losses(alone)
 
 
+def test_last_weights_are_written_again_after_a_kill_between_checkpoint_and_them(alone):
+    """The checkpoint of the last hyperiteration was written, and its weights were not."""
+    before, best = weights(alone), (alone / "best.safetensors").read_bytes()
+    (alone / "last.safetensors").write_bytes(best)
+    assert here("train", "--resume", "--out", alone, "--iterations", ITERATIONS).exit_code == 0
+    assert weights(alone) == before
+
+
 def test_an_error_of_one_process_does_not_leave_the_other_waiting(tmp_path, alone):
     before = weights(alone)
     for process, message in zip(

@@ -213,7 +213,7 @@ def test_a_damaged_line_of_the_metrics_is_left_out_and_named_unless_it_is_the_la
     (tmp_path / "metrics.jsonl").write_bytes(good + b"\n" + bad)
     assert read_metrics(tmp_path) == [{"iteration": 20, "loss": 1.0}]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([good, bad, good, b""]))
-    with pytest.warns(BilevelWarning, match=r"metrics\.jsonl: left out line 2 of 4"):
+    with pytest.warns(BilevelWarning, match=r"metrics\.jsonl: left out line 2 of 3"):
         assert read_metrics(tmp_path) == [{"iteration": 20, "loss": 1.0}] * 2
     assert len(read_metrics(tmp_path, said.append)) == 2 and len(said) == 1
     with pytest.warns(BilevelWarning, match="left out line 2"):
@@ -224,3 +224,10 @@ def test_a_damaged_line_of_the_metrics_is_left_out_and_named_unless_it_is_the_la
 def test_differences_name_what_was_added_and_what_is_gone():
     found = differences({"ways": 5, "old": 1, "seed": 0}, {"ways": 20, "new": 2, "seed": 1}, free={"seed"})
     assert found == ["ways: 5 there, 20 here", "old: 1 there, not set here", "new: not set there, 2 here"]
+
+
+def test_a_header_with_100_000_entries_is_refused_in_one_sentence(tmp_path):
+    write_tensors(tmp_path / "a.safetensors", {f"{number}": torch.zeros(1) for number in range(100_000)}, {})
+    with pytest.raises(BilevelError) as refused:
+        read_tensors(tmp_path / "a.safetensors")
+    assert str(refused.value).endswith("is damaged: it holds 100,000 tensors, and at most 20,000 are read.")

@@ -94,11 +94,15 @@ def test_two_processes_run_the_same_recipe(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (COMMON + '[[stage]]\nname = "a"\nlearning_rate = 1', "learning_rate is no setting; the settings are learner"),
+        (
+            COMMON + '[[stage]]\nname = "a"\nlearning_rate = 1',
+            "there is no setting learning_rate; the settings are learner",
+        ),
         (COMMON + '[[stage]]\nname = "a"\nsteps = "many"', "stage 'a': steps='many' is not a whole number"),
-        (COMMON, r"must have a table \[\[stage\]\] for every stage"),
+        (COMMON, r"must have one table \[\[stage\]\] per stage"),
+        ("stage = [1, 2]", r"must have one table \[\[stage\]\] per stage"),
         ("steps = ", "is not a TOML file"),
-        (COMMON + '[[stage]]\nname = "../a"', "every stage needs a name of its own"),
+        (COMMON + '[[stage]]\nname = "../a"', "Every stage needs a name of its own"),
         (
             COMMON + '[[stage]]\nname = "a"\nnetwork = "c4l"\n[[stage]]\nname = "b"\nlast_relu = false',
             "network: c4l in 'a', omniglot-net in 'b'\n  last relu: True in 'a', False in 'b'",
@@ -128,5 +132,5 @@ def test_the_recipes_of_the_package_fit_together():
         assert last.learner == "hyper-representation" and last.image_size == 0, name
     with pytest.raises(BilevelError, match="needs at least one stage"):
         Recipe({})
-    with pytest.raises(BilevelError, match="leave its `initial` out"):
+    with pytest.raises(BilevelError, match="Leave its `initial` out"):
         Recipe({"a": TrainingSettings(), "b": TrainingSettings(initial="zoo:omniglot-5way-1shot")})

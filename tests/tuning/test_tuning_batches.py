@@ -1,4 +1,4 @@
-"""Loaders replayed by step number: pure, faithful to the loader, and without a trace."""
+"""Loaders replayed by step number: a pure function of t, the loader's own batches, and no side effects."""
 
 import random
 
@@ -176,7 +176,7 @@ class Streams(IterableDataset):
 
 
 class Moody(Sampler):
-    """A sampler with a state of its own."""
+    """A sampler with a hidden state."""
 
     def __init__(self):
         self.calls = 0
@@ -193,7 +193,7 @@ class Moody(Sampler):
     ("given", "says"),
     [
         (DataLoader(Streams()), "Streams, a stream"),
-        (DataLoader(Pictures(), batch_size=2, sampler=Moody()), "Moody, gives another order each time"),
+        (DataLoader(Pictures(), batch_size=2, sampler=Moody()), "Moody, gives a different order each time"),
         (DataLoader(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), batch_size=5, drop_last=True), "no batches"),
         (DataLoader(TensorDataset(torch.zeros(0, 2), torch.zeros(0))), "no batches"),
         ((torch.zeros(0, 2), torch.zeros(0)), "no examples"),

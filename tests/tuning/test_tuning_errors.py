@@ -58,13 +58,13 @@ def mean_square(output, target):
 
 TWO = {"log": F.cross_entropy, "square": mean_square}
 
-# What is passed instead of a call that works, and words that the message must have.
+# The wrong arguments of a call, and words that the message must contain.
 WRONG = {
     "nothing declared": ({"hyperparameters": []}, ["declares nothing to tune"]),
     "a class": ({"hyperparameters": [WeightDecay]}, ["WeightDecay()"]),
     "a number": ({"hyperparameters": [0.1]}, ["0.1 is not a hyperparameter"]),
     "the same name": ({"hyperparameters": [WeightDecay(), WeightDecay(per="layer")]}, ["'weight_decay'", "name='"]),
-    "no name": ({"hyperparameters": Hyperparameter("", 1.0)}, ["no name"]),
+    "no name": ({"hyperparameters": Hyperparameter("", 1.0)}, ["not a name"]),
     "outside": ({"hyperparameters": WeightDecay(1e3)}, ["starts at 1000", "outside its range (1e-08, 100)"]),
     "not positive": (
         {"hyperparameters": LearningRate(-1.0, range=None)},
@@ -77,7 +77,7 @@ WRONG = {
         ["add up to 1"],
     ),
     "unknown transform": ({"hyperparameters": WeightDecay(transform="sqrt")}, ["'sqrt'", "'log'"]),
-    "reaches nothing": ({"hyperparameters": Hyperparameter("c", 1.0)}, ["'c' reaches nothing", "hp['c']"]),
+    "not used": ({"hyperparameters": Hyperparameter("c", 1.0)}, ["'c' is not used", "hp['c']"]),
     "is not used": (
         {"hyperparameters": Hyperparameter("c", 1.0), "loss": ignoring, "val_loss": F.cross_entropy},
         ["['c'] reaches neither"],
@@ -98,7 +98,7 @@ WRONG = {
     "lazy layers": ({"model": nn.LazyLinear(3)}, ["'weight' has no shape yet", "Call the model once"]),
     "no numbers": ({"model": nn.Linear(3, 3, device="meta")}, ["'weight' is on the meta device", "to_empty"]),
     "not to be copied": ({"model": uncopyable()}, ["cannot be copied", "parametrizations.weight_norm"]),
-    "no module": ({"model": lambda x: x}, ["pass a torch.nn.Module"]),
+    "no module": ({"model": lambda x: x}, ["Pass a torch.nn.Module"]),
     "empty validation": ({"val": (torch.zeros(0, 3), torch.zeros(0))}, ["val data has no examples"]),
     "empty validation loader": (
         {"val": DataLoader(TensorDataset(torch.zeros(0, 3), torch.zeros(0)))},
@@ -127,7 +127,7 @@ WRONG = {
         ["set the dynamics' 'lr'", "'other'"],
     ),
     "unseen by the method": ({"hyperparameters": LearningRate(), "method": bl.FirstOrder()}, ["['lr']"]),
-    "no parameters chosen": ({"hyperparameters": WeightDecay(only=lambda name: False)}, ["chose none"]),
+    "no parameters chosen": ({"hyperparameters": WeightDecay(only=lambda name: False)}, ["selects none"]),
     "no labels to smooth": (
         {"hyperparameters": LabelSmoothing(), "loss": lambda o, y: o.mean(), "model": nn.Flatten(0)},
         ["no parameters"],
@@ -138,7 +138,7 @@ WRONG = {
             "loss": nn.BCEWithLogitsLoss(),
             "model": nn.Linear(3, 1),
             "train": (classes()[0], torch.ones(24, 1)),
-            "val": (classes()[0], torch.ones(24, 1)),
+            "val": (classes(seed=1)[0], torch.ones(24, 1)),
         },
         ["of shape [24, 1]", "two for yes and no"],
     ),
@@ -147,6 +147,14 @@ WRONG = {
     "shapes": ({"model": nn.Linear(2, 3)}, ["Shapes"]),
     "the same data": ({"train": VAL}, ["train and val are the same data", "bilevel.holdout"]),
     "the same tensors": ({"train": [*VAL]}, ["are the same data"]),
+    "the same rows cut twice": (
+        {"train": tuple(part[:20] for part in VAL), "val": tuple(part[:20] for part in VAL)},
+        ["are the same data"],
+    ),
+    "copies of arrays": (
+        {"train": tuple(part.numpy().copy() for part in VAL), "val": tuple(part.numpy() for part in VAL)},
+        ["are the same data"],
+    ),
     "the same examples": (
         {"train": DataLoader(DATA, batch_size=4, shuffle=True), "val": DataLoader(DATA, batch_size=24)},
         ["are the same data"],
@@ -179,7 +187,7 @@ def test_it_is_said_what_is_wrong(case):
 
 @pytest.mark.parametrize("kind", [WeightDecay, LearningRate, Momentum, Initialisation])
 def test_an_unknown_per_is_refused_at_once(kind):
-    with pytest.raises(BilevelError, match="per='neuron'; pass one of"):
+    with pytest.raises(BilevelError, match=r"per='neuron'\. Pass one of"):
         kind(per="neuron")
 
 
@@ -201,7 +209,7 @@ def test_a_training_that_diverges_from_the_start_is_an_error():
 
 def test_a_training_that_diverges_on_the_way_returns_the_best_before():
     def explodes(iteration):
-        # Pushes the learning rate up; what follows is not finite.
+        # Raises the learning rate, so that training diverges.
         iteration.hypergradient.grad["lr"].fill_(-1.0)
 
     found = bl.tune(

@@ -1,4 +1,4 @@
-"""`ExampleWeight(scorer)`: the weight of an example as a network of it."""
+"""`ExampleWeight(scorer)`: a network computes the weight of an example."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from bilevel.tuning import ExampleWeight, ExampleWeights, prepare
 
 
 class Rater(nn.Module):
-    """A logit for every label, from the features; the example's label selects one."""
+    """A logit for every label, from the features. The label of the example selects one."""
 
     def __init__(self, features=3, labels=3):
         super().__init__()
@@ -70,6 +70,11 @@ def test_wrong_labels_of_a_table_get_small_weights():
     assert float(weights[~wrong[350:]].mean()) > float(weights[wrong[350:]].mean()) + 0.2
 
 
+class Named(nn.Linear):
+    def forward(self, inputs):
+        return "a name"
+
+
 def test_refusals():
     x, y = classes(30)
     with pytest.raises(bl.BilevelError, match="no parameters to tune"):
@@ -79,6 +84,9 @@ def test_refusals():
     wide = ExampleWeight(nn.Linear(3, 2), of="inputs")
     with pytest.raises(bl.BilevelError, match="one number per example"):
         bl.tune(network(), F.cross_entropy, wide, (x, y), classes(20, seed=1), lr=0.1, steps=2, iterations=1)
+    text = ExampleWeight(Named(3, 1), of="inputs")
+    with pytest.raises(bl.BilevelError, match="returned str for 30 examples"):
+        bl.tune(network(), F.cross_entropy, text, (x, y), classes(20, seed=1), lr=0.1, steps=2, iterations=1)
     run = {"lr": 0.1, "steps": 2, "iterations": 1}
     found = bl.tune(network(), F.cross_entropy, ExampleWeights(), (x, y), classes(20, seed=1), **run)
     with pytest.raises(bl.BilevelError, match="ExampleWeight"):

@@ -1,5 +1,5 @@
-"""Validation examples that nothing is tuned on: the losses there are those of the models, and a warning says when the
-validation examples alone would do."""
+"""Held-out validation examples: the losses are those of the models, and a warning if the validation examples alone are
+as good."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_the_held_out_losses_are_those_of_the_models():
     assert found.held_out.count == 30 == len(rest[0])
     both = torch.cat([rest[0], held[0]])
     assert sorted(both[:, 0].tolist()) == sorted(val[0][:, 0].tolist())
-    # Tuned on the rest alone, and judged on the others.
+    # Trained on the rest alone, and evaluated on the held-out examples.
     same = bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, rest, iterations=5, **run)
     assert found.value == same.value
     assert found.held_out.tuned == pytest.approx(F.cross_entropy(same.model(held[0]), held[1]).item())
@@ -40,10 +40,10 @@ def test_the_held_out_losses_are_those_of_the_models():
 
 
 def test_it_warns_if_the_validation_set_alone_would_do():
-    """Labels of the training set that are mostly wrong: weights for its examples gain nothing over the clean ones."""
+    """Most training labels are wrong, so weights for the training examples are no better than training on `val`."""
     train, val = data(val=120, wrong=0.6)
     run = {"steps": 60, "lr": 0.5, "iterations": 1, "outer_lr": 0.01, "holdout": 0.5}
-    with pytest.warns(BilevelWarning, match="validation examples alone do as well"):
+    with pytest.warns(BilevelWarning, match="validation examples alone is as good"):
         found = bl.tune(network(), F.cross_entropy, ExampleWeights(), train, val, **run)
     assert found.held_out.val_alone <= found.held_out.tuned
 
@@ -60,3 +60,5 @@ def test_the_same_data_for_both_is_refused():
     for holdout in (None, 0.5):
         with refused("train and val are the same data"):
             bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, train, holdout=holdout, steps=2, iterations=1)
+        with refused("not data"):
+            bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, (*train, train[1]), holdout=holdout, steps=2)

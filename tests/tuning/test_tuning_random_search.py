@@ -1,4 +1,4 @@
-"""What a random search reaches in the time of a tuning."""
+"""A random search in the time of a tuning."""
 
 import itertools
 import math

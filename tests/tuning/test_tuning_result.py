@@ -1,4 +1,4 @@
-"""What `tune` gives back can be read, drawn and stored."""
+"""The result of `tune`: its table, its figure and its files."""
 
 import json
 import pickle
@@ -46,7 +46,7 @@ def test_values_have_the_shape_people_expect(found):
 
 
 def test_the_history_follows_every_hyperiteration(found):
-    # It was still falling, so the λ after the last update is the one to keep.
+    # The loss was still decreasing, so the λ after the last update is the best.
     assert len(found.history["value"]) == 12 and found.value < found.history["value"].min()
     assert found.history["values"]["lr"].shape == (12, 6) and found.history["values"]["momentum"].shape == (12,)
     momentum = found.history["values"]["momentum"]

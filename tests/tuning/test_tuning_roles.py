@@ -49,7 +49,7 @@ class Rater(nn.Module):
         return self.net(x).gather(1, y[:, None])[:, 0]
 
 
-# Each: the declarations, and what else `prepare` is told.
+# Each case: the declarations, and other arguments of `prepare`.
 CASES = {
     "decay of the model": ([WeightDecay(0.05)], {}),
     "decay per layer": ([WeightDecay(0.05, per="layer")], {}),
@@ -111,7 +111,7 @@ def test_every_role_has_a_case():
 @pytest.mark.parametrize("case", CASES)
 def test_hypergradients_agree_with_central_differences(case):
     job = prepared(case)
-    # Away from the start, where equal entries could hide a mistake in which entry goes where.
+    # Not at the start, because equal entries could hide a wrong order of entries.
     generator = torch.Generator().manual_seed(0)
     lam = trees.map(lambda x: x + 0.1 * torch.rand(x.shape, generator=generator), job.space.lam)
     report = check_problem(job.problem, lam, job.task, dynamics=job.dynamics, steps=job.steps)
@@ -156,7 +156,7 @@ WEIGHT = torch.tensor([1.0, 5.0, 0.2])
     ],
 )
 def test_with_weights_of_one_the_loss_is_the_one_that_was_passed(loss):
-    """Whatever its reduction, its class weights and the labels that it ignores."""
+    """For every reduction, with class weights and with an ignored label."""
     one = ExampleWeights(1.0, range=(0.0, 2.0), transform=None)
     job = prepare(network(), loss, one, classes(), VAL, steps=1)
     batch = job.task.batch(1)
@@ -210,7 +210,7 @@ def test_a_decay_per_weight_of_one_value_is_the_decay_of_the_model():
 
 @dataclass(frozen=True)
 class Lasso(Hyperparameter):
-    """A role of a user's own: a smooth L1 penalty per layer of which the package knows nothing."""
+    """A role that a user wrote: a smooth L1 penalty per layer."""
 
     def begin(self, setup):
         return self.spread(self.start, (len(setup.layers()),), setup)

@@ -1,20 +1,18 @@
-"""`tune` as a whole: the run is torch's, it helps, and it leaves everything as it was."""
+"""`tune`: its training equals torch's, the loss decreases, and there are no side effects."""
 
 import copy
 import random
 
 import numpy as np
-import pandas
 import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tuning_examples import Pictures, classes, loader, network
 
 import bilevel as bl
-from bilevel.testing import check_problem
 from bilevel.tuning import (
     ExampleWeights,
     Hyperparameter,
@@ -120,7 +118,7 @@ def test_model_loaders_and_generators_are_left_as_they_were():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.training and not found.model.training
     assert all(p.grad is None for p in model.parameters())
-    # A frozen parameter is a constant, not something to train.
+    # A frozen parameter is a constant and is not trained.
     assert torch.equal(found.model[0].weight, model[0].weight)
     assert not torch.equal(found.model[3].weight, model[3].weight)
 
@@ -131,7 +129,7 @@ def test_running_averages_of_the_trained_model_are_those_of_the_training_batches
     hidden = found.model[0](classes()[0])
     torch.testing.assert_close(found.model[1].running_mean, hidden.mean(0))
     torch.testing.assert_close(found.model[1].running_var, hidden.var(0))
-    # Validation takes the validation batch's own statistics.
+    # Validation uses the statistics of the validation batch.
     trained = copy.deepcopy(found.model).train()
     assert found.value == pytest.approx(F.cross_entropy(trained(VAL[0]), VAL[1]).item(), rel=1e-9)
 
@@ -155,7 +153,7 @@ def test_a_quadratic_is_solved_in_closed_form_and_certified():
     )  # fmt: skip
     assert found.method.startswith("Spectral")
     assert found.gap.applies and found.gap.bound < 1e-3 and found.certificate.steps == 400
-    # The bound holds for a training that is ten times as long, with these very hyperparameters.
+    # The bound holds for a training that is ten times as long, with the same hyperparameters.
     job = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1, per="weight"), (x[:20], y[:20]), (x[20:], y[20:]),
                   lr=0.1, steps=4000)  # fmt: skip
     assert abs(job.run(found.lam)[1] - found.value) <= found.gap.bound
@@ -170,7 +168,7 @@ def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_end
         nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), train, (x[20:], y[20:]), lr=0.05, steps=30, iterations=2
     )
     assert found.gap.applies and found.certificate.steps == 30
-    # It is about the weights that were reached, not about a training of its own.
+    # The bound is about the trained weights, not about another training.
     assert found.certificate.value == pytest.approx(found.value, rel=1e-10)
     limit = prepare(nn.Linear(5, 1), F.mse_loss, WeightDecay(0.1), (x[:20], y[:20]), (x[20:], y[20:]), steps=5000)
     assert abs(limit.run(found.lam)[1] - found.value) <= found.gap.bound
@@ -185,7 +183,7 @@ def test_minibatches_are_certified_on_the_whole_training_set_from_where_they_end
     ],
 )
 def test_minibatches_of_another_problem_are_not_certified(loss, settings, says):
-    """Against a sum over a batch the penalty weighs four times as much as against that over all: other limits."""
+    """With a sum instead of a mean, the penalty weighs four times as much on a batch, so the minimisers differ."""
     torch.manual_seed(0)
     x = torch.randn(20, 5)
     train = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=5, **settings)
@@ -257,7 +255,7 @@ def test_new_batches_in_every_hyperiteration_are_those_of_other_seeds():
         network(), F.cross_entropy, LearningRate(0.2, per="step"), loader(), VAL, steps=6, iterations=5, batches="new"
     )
     job = prepare(network(), F.cross_entropy, LearningRate(0.2, per="step"), loader(), VAL, steps=6)
-    # Judged on the data of the seed, whatever was drawn on the way.
+    # Evaluated on the data of the seed, not on the batches of the last hyperiteration.
     assert found.start_value == job.run(job.space.lam)[1] and found.value == job.run(found.lam)[1]
     assert found.history["value"][0] != found.start_value
     assert found.history["value"].tolist() == again.history["value"].tolist()
@@ -307,98 +305,8 @@ def test_the_outer_step_is_in_the_unit_of_the_hyperparameter():
     assert abs(np.diff(np.log(found.history["values"]["weight_decay"]))[0]) == pytest.approx(0.2, rel=1e-3)
 
 
-class Attentive(nn.Module):
-    """Words, attention over them, a class."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(6, 4)
-        self.block = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.head(self.block(self.words(x)).mean(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(6, 4)
-        self.cell = nn.LSTM(4, 3, batch_first=True)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.head(self.cell(self.words(x))[0][:, -1])
-
-
-@pytest.mark.parametrize("kind", [Attentive, Recurrent])
-def test_attention_and_recurrence_are_differentiated_through_training(kind):
-    """Fused kernels of attention have no second derivative; the hypergradient needs one."""
-    torch.manual_seed(0)
-    x = torch.randint(6, (12, 5))
-    job = prepare(kind(), F.cross_entropy, [WeightDecay(0.01), LearningRate(0.2)], (x, x[:, 0] // 3), (x, x[:, 1] // 3),
-                  steps=3)  # fmt: skip
-    report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
-    assert report.differences < 1e-6
-
-
-class Noisy(nn.Module):
-    """Draws in evaluation too, as a variational autoencoder does."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.layer(self.norm(x + 0.5 * torch.randn_like(x)))
-
-
-def test_a_model_that_draws_in_evaluation_has_one_validation_loss():
-    torch.manual_seed(0)
-    model, before = Noisy(), torch.get_rng_state()
-    one, two = (bl.tune(model, F.cross_entropy, LearningRate(0.3), loader(), VAL, steps=4, iterations=3) for _ in "12")
-    assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
-    assert one.history["value"].tolist() == two.history["value"].tolist()
-    job = prepare(model, F.cross_entropy, LearningRate(0.3), loader(), VAL, steps=4)
-    assert job.run(one.lam)[1] == one.value
-    report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
-    assert report.differences < 1e-6
-
-
-def test_a_loss_made_of_several_quadratics_has_no_closed_form():
-    """With a squared hinge the run crosses kinks and comes back, where a closed form cannot follow."""
-    torch.manual_seed(2)
-    x, labels = torch.randn(20, 3), torch.randn(20).sign()
-    model, declared = nn.Linear(3, 1), [WeightDecay(0.02), Momentum(0.9), LearningRate(0.3)]
-
-    def squared_hinge(outputs, targets):
-        return torch.relu(1 - targets * outputs[:, 0]).square().mean()
-
-    arguments = (model, squared_hinge, declared, (x, labels), (x + 0.3, labels))
-    found = bl.tune(*arguments, steps=25, iterations=1)
-    assert "Spectral" not in found.method
-    assert found.method != bl.tune(*arguments[:1], F.mse_loss, declared, (x, x[:, :1]), (x, x[:, 1:2]), steps=25).method
-
-
-@pytest.mark.parametrize("kind", [np.asarray, lambda x: np.asarray(x)[::-1][::-1], pandas.DataFrame])
-def test_arrays_and_tables_are_tuned_like_tensors(kind):
-    expected = bl.tune(network(), F.cross_entropy, LearningRate(0.2), classes(), VAL, steps=5, iterations=2)
-    train, val = ((kind(x), pandas.Series(y)) for x, y in (classes(), VAL))
-    kept = train[0].copy()
-    found = bl.tune(network(), F.cross_entropy, LearningRate(0.2), train, val, steps=5, iterations=2)
-    assert found.history["value"].tolist() == expected.history["value"].tolist()
-    assert np.array_equal(np.asarray(train[0]), np.asarray(kept))
-
-
-def test_loaders_of_one_data_set_with_other_samplers_are_not_the_same_data():
-    data = TensorDataset(*classes())
-    halves = (DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(*ends))) for ends in ((12,), (12, 24)))
-    assert bl.tune(network(), F.cross_entropy, WeightDecay(), *halves, steps=3, iterations=1).value > 0
-
-
 def test_a_class_of_torch_trains_the_model_or_moves_the_hyperparameters():
-    """As `dynamics` it is the inner level, and as `optimizer` beside a dynamics the outer one."""
+    """As `dynamics` it trains the model; as `optimizer` with a dynamics it updates the hyperparameters."""
     declared, data = [LearningRate(0.05), WeightDecay(0.01)], (classes(), VAL)
     inner = bl.tune(network(), F.cross_entropy, declared, *data, dynamics=torch.optim.Adam, steps=5, iterations=2)
     named = bl.tune(network(), F.cross_entropy, declared, *data, dynamics="adam", steps=5, iterations=2)

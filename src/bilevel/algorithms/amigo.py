@@ -24,6 +24,7 @@ class AmIGO(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.25, 0.5)
+    needs_curvature: ClassVar[bool] = False
 
     inner_steps: int = 10
 

@@ -51,6 +51,7 @@ class BOME(SingleLoop):
     eta_exponent: ClassVar[float] = 0.5
     unbiased: ClassVar[bool] = False
     second_derivatives: ClassVar[bool] = False
+    needs_curvature: ClassVar[bool] = False
 
     inner_steps: int = 10
     barrier: float = 0.5

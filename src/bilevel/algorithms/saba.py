@@ -24,6 +24,7 @@ class SABA(SingleLoop):
     finite_sum: ClassVar[bool] = True
     variance_reduced: ClassVar[bool] = True
     share: ClassVar[float] = 1 / 3
+    needs_curvature: ClassVar[bool] = False
 
     def begin(self, at: Derivatives, point: Triple, train: BatchSource, val: BatchSource) -> Memory:
         inner = torch.stack([torch.cat(at.products(point.w, point.lam, point.v, batch)) for batch in train.all()])

@@ -88,6 +88,8 @@ class SingleLoop(Algorithm):
     variance_reduced: ClassVar[bool] = False
     # On batches, the mean of a step is the step on the whole data.
     unbiased: ClassVar[bool] = True
+    # It uses `eta` or `terms` of its `Rates`, which come from the curvature of L.
+    needs_curvature: ClassVar[bool] = True
     # It differentiates gradients of the inner objective.
     second_derivatives: ClassVar[bool] = True
 
@@ -139,7 +141,7 @@ class SingleLoop(Algorithm):
                 )
 
     def minimise(self, outer: OuterProblem) -> Outcome:
-        run = _Run.of(self, outer)
+        run = _SingleLoopRun.of(self, outer)
         outer.keep(run.state)
         while True:
             move = self.step(run.at, run.point, run.memory, run.draw(), run.rates())
@@ -148,7 +150,7 @@ class SingleLoop(Algorithm):
 
 
 @dataclass
-class _Run:
+class _SingleLoopRun:
     """The state of one run."""
 
     algorithm: SingleLoop
@@ -162,7 +164,7 @@ class _Run:
     memory: Memory = field(default_factory=dict)
 
     @classmethod
-    def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _Run:
+    def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _SingleLoopRun:
         """Check the arguments once, and choose the step sizes that were not given."""
         assert outer.task is not None and outer.process is not None, "solve passes both"
         train, val = BatchSource(outer.task.train), BatchSource(outer.task.val)
@@ -188,19 +190,27 @@ class _Run:
         return run
 
     def choose(self) -> None:
-        """Measure the curvature, refuse a non-convex inner problem, and choose the step sizes that were not given."""
-        algorithm, name = self.algorithm, type(self.algorithm).__name__
-        # Compiling takes longer than these few products.
-        probe = Probe(
-            name, replace(self.at, compiled=False), self.point, self.train.some(PROBED), self.val.some(PROBED)
-        )
-        mu, nu = probe.curvatures()
-        terms = getattr(algorithm, "terms", 0)
-        self.chosen = {"nu": nu, "inner": algorithm.share / nu, "outer": 0.0, "eta": 0.0}
-        self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
-        self.chosen["eta"] = algorithm.eta(probe, nu, self.rates(0).inner)
+        """Refuse a non-convex inner problem, and choose the step sizes that were not given.
+
+        The curvature of every batch is measured only if a step size or the algorithm needs it.
+        """
+        algorithm, probe = self.algorithm, self.probe(self.point)
+        self.chosen = {"inner": 0.0, "outer": 0.0, "eta": 0.0, "terms": 0}
+        if algorithm.inner_lr is None or algorithm.needs_curvature:
+            mu, nu = probe.curvatures()
+            terms = getattr(algorithm, "terms", 0)
+            self.chosen |= {"nu": nu, "inner": algorithm.share / nu}
+            self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
+        else:
+            probe.check_convexity()
+        self.chosen["eta"] = algorithm.eta(probe, self.chosen.get("nu", math.nan), self.rates(0).inner)
         if algorithm.outer_lr is None:
             self.chosen["outer"] = algorithm.outer_step(probe, self.rates(0).inner)
+
+    def probe(self, at: Triple) -> Probe:
+        # Compiling takes longer than these few products.
+        plain, name = replace(self.at, compiled=False), type(self.algorithm).__name__
+        return Probe(name, plain, at, self.train.some(PROBED), self.val.some(PROBED))
 
     def rates(self, k: int | None = None) -> Rates:
         k = self.k if k is None else k
@@ -242,16 +252,17 @@ class _Run:
     def explain(self) -> NoReturn:
         """Raise the error that names the step size that is too large."""
         name, rates = type(self.algorithm).__name__, self.rates(0)
-        limit = 2 / self.chosen["nu"]
+        start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
+        probe = self.probe(start)
+        nu = self.chosen["nu"] if "nu" in self.chosen else probe.curvatures()[1]
+        limit = 2 / nu
         where = f"{name} diverged in iteration {self.k}: a direction is not finite."
         if rates.inner >= limit:
             raise DivergenceError(
-                f"{where} inner_lr = {rates.inner:.3g} lies above 2/ν = {limit:.3g}, where ν = {self.chosen['nu']:.3g} "
+                f"{where} inner_lr = {rates.inner:.3g} lies above 2/ν = {limit:.3g}, where ν = {nu:.3g} "
                 "is the largest curvature of the inner objective on a batch at the start. Pass a smaller inner_lr, or "
                 "leave it out."
             )
-        start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
-        probe = Probe(name, replace(self.at, compiled=False), start, self.train.some(PROBED), self.val.some(PROBED))
         limit = 2 * self.algorithm.outer_step(probe, rates.inner)
         relation = "lies above" if rates.outer > limit else "does not lie above"
         raise DivergenceError(

@@ -33,6 +33,7 @@ class SOBA(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.5, 0.5)
+    needs_curvature: ClassVar[bool] = False
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
         value, direction = at.directions(point, draw.inner(), draw.outer())

@@ -28,6 +28,7 @@ class SRBA(SingleLoop):
     finite_sum: ClassVar[bool] = True
     variance_reduced: ClassVar[bool] = True
     share: ClassVar[float] = 1 / 2
+    needs_curvature: ClassVar[bool] = False
 
     period: int | None = None
 

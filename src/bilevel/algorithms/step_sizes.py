@@ -14,7 +14,7 @@ from bilevel.engine.oracles import Derivatives, Triple
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import Operator, largest_eigenvalue
 from bilevel.linear_solvers.cg import conjugate
-from bilevel.linear_solvers.lanczos import lanczos
+from bilevel.linear_solvers.lanczos import Spectrum, lanczos
 from bilevel.methods.implicit.near_minimiser import newton_from
 from bilevel.trees import Tree
 
@@ -39,15 +39,27 @@ class Probe:
         w, lam = self.begin.w, self.begin.lam
         spectra = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in self.train]
         nu = max(spectrum.largest for spectrum in spectra)
+        return max(self._of_mean(nu).attained, 0.0), nu
+
+    def check_convexity(self) -> None:
+        """Refuse a saddle. It looks at one batch, and at the mean of all of them only if that one has a saddle."""
+        w, lam = self.begin.w, self.begin.lam
+        one = lanczos(_operator(partial(self._product, w, lam, self.train[0])), w, PRODUCTS)
+        if _is_saddle(one.attained, one.largest):
+            self._of_mean(one.largest)
+
+    def _of_mean(self, nu: float) -> Spectrum:
+        """The curvature of the mean of the batches. A saddle is refused."""
+        w, lam = self.begin.w, self.begin.lam
         mean = lanczos(_operator(lambda v: self._hessian(w, lam, v)), w, PRODUCTS)
-        if mean.attained < -1e-3 * abs(nu) or not nu > 0:
+        if _is_saddle(mean.attained, nu):
             raise BilevelError(
                 f"{self.name} needs a convex inner problem: its linear system has a solution only where ∇²L is "
                 f"positive definite, but at the start the curvature of the inner objective reaches {mean.attained:.3g} "
                 f"(and {nu:.3g} upwards). Add an L2 term to the inner objective, or use Descent() with "
                 "method=Reverse(), which needs no convexity."
             )
-        return max(mean.attained, 0.0), nu
+        return mean
 
     def outer_step(self, inner_rate: float) -> float:
         """A step for λ that keeps w, v and λ stable together, when w and v contract at the rate `inner_rate`·∇²L.
@@ -135,6 +147,10 @@ def neumann_terms(mu: float, nu: float, accuracy: float = 1e-3, most: int = 1000
     if not mu > 0:
         return most
     return max(2, min(most, math.ceil(math.log(accuracy) / math.log1p(-min(mu / nu, 0.999)))))
+
+
+def _is_saddle(smallest: float, largest: float) -> bool:
+    return smallest < -1e-3 * abs(largest) or not largest > 0
 
 
 def _operator(product: Callable[[Tensor], Tensor]) -> Operator:

@@ -1,4 +1,4 @@
-"""A picture that lies on the desk: its file as it came, how it is shown, and what the model makes of it."""
+"""A picture on the desk: its file, how the page shows it, and the input of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bilevel.data.drawings import is_drawing
 from bilevel.data.pictures import open_picture
 from bilevel.data.preparation import Preparation, PreparedPicture, prepared
 
-# Pixels per side of what the page shows of a picture.
+# The largest width and height, in pixels, of a picture on the page.
 SHOWN = 160
-# What was done to a picture on its way to the model, by the fields of `PreparedPicture`.
+# Texts about the preparation of a picture, by the fields of `PreparedPicture`.
 DONE = {
     "inverted": "light and dark were swapped",
     "evened": "the paper was evened out",
     "moved": "it was cropped to its ink",
-    "redrawn": "its strokes were drawn anew with the pen of the training",
+    "redrawn": "its strokes were redrawn with the width of the training pictures",
 }
 
 
@@ -30,9 +30,9 @@ class DeskPicture:
     """A picture on the desk.
 
     Attributes:
-        name: of its file, for messages.
-        contents: the file, because another model may prepare it in another way.
-        shown: a small PNG of it.
+        name: the name of its file, for messages.
+        contents: the file. It is kept, because another model may prepare it in another way.
+        shown: a small version as PNG.
         drawn: whether it looks like a drawing.
     """
 
@@ -54,12 +54,12 @@ class DeskPicture:
 
     @classmethod
     def seen_by(cls, preparation: Preparation, image: NDArray[np.uint8], name: str) -> DeskPicture:
-        """A picture of which only what the model saw was kept, uint8 H×W×C."""
+        """A picture from an input of a model, uint8 H×W×C, without the original."""
         contents = png(image)
         return cls(name, contents, contents, preparation.draws, {preparation: PreparedPicture(image)})
 
     def prepared(self, preparation: Preparation) -> PreparedPicture:
-        """The picture as a model takes it; computed once for each way of preparing."""
+        """The picture as an input of a model. It is computed once for each preparation."""
         if preparation not in self._prepared:
             picture = open_picture(self.contents, self.name)
             self._prepared[preparation] = prepared(picture, self.name, preparation)
@@ -68,11 +68,11 @@ class DeskPicture:
 
 def png(image: NDArray[np.uint8]) -> bytes:
     """An image H×W×C as a PNG file."""
-    written = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(written, "PNG")
-    return written.getvalue()
+    file = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
+    return file.getvalue()
 
 
 def data_url(content: bytes) -> str:
-    """A PNG file as an address that holds it."""
+    """A PNG file as a data URL."""
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"

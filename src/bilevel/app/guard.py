@@ -1,11 +1,10 @@
-"""Only the page itself may use the server: other web pages are refused, and so are bodies that are too large.
+"""Only the page of this server may use the server: requests of other web pages and too large bodies are refused.
 
-A browser lets any web page send requests to 127.0.0.1. Three things tell them from ours:
+A browser lets any web page send requests to 127.0.0.1. Three headers distinguish them from requests of our page:
 
-- `Host` must name this machine. A page of another site whose name was made to point to 127.0.0.1 (DNS rebinding) sends
-  its own name.
-- `Origin`, which browsers send with everything that could change something, must be that host.
-- `Sec-Fetch-Site` must not say that another site asks. A link from elsewhere may open the page, and nothing else.
+- `Host` must name this machine. A site whose name was made to point to 127.0.0.1 (DNS rebinding) sends its own name.
+- `Origin` must be that host. Browsers send it with every request that could change something.
+- `Sec-Fetch-Site` must not name another site. A link on another site may open the page, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Names of this machine. Any port, so that the page can be used through a forwarded one.
+# Names of this machine, with any port, so that the page can be used through a forwarded port.
 HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -32,15 +31,15 @@ HEADERS = {
 
 
 class BodyTooLarge(Exception):
-    """More bytes were sent than may be."""
+    """The body of a request has too many bytes."""
 
 
 class Guard:
-    """An ASGI application around another.
+    """An ASGI middleware that checks requests and adds security headers.
 
     Args:
-        app: the other.
-        most_bytes: the largest body that is read.
+        app: the application.
+        most_bytes: the largest body of a request.
     """
 
     def __init__(self, app: ASGIApp, most_bytes: int) -> None:
@@ -50,7 +49,7 @@ class Guard:
         if scope["type"] != "http":
             return
         headers, answered = Headers(scope=scope), False
-        too_large = f"A picture may have {self.most_bytes / 1e6:.0f} MB; this one has more."
+        too_large = f"The picture has more than {self.most_bytes / 1e6:.0f} MB, which is the limit."
 
         async def answer(message: Message) -> None:
             nonlocal answered
@@ -62,22 +61,22 @@ class Guard:
             await send(message)
 
         async def refuse(status: int, why: str) -> None:
-            # The rest of the body is not read, so the connection is of no more use.
+            # The rest of the body is not read, so the connection cannot be used again.
             await JSONResponse({"error": why}, status, headers={"Connection": "close"})(scope, receive, answer)
 
-        wrong = refusal(scope["method"], scope["path"], headers)
-        if wrong:
-            return await refuse(403, wrong)
+        reason = refusal(scope["method"], scope["path"], headers)
+        if reason:
+            return await refuse(403, reason)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self.most_bytes:
             return await refuse(413, too_large)
-        read = 0
+        bytes_read = 0
 
         async def counted() -> Message:
-            nonlocal read
+            nonlocal bytes_read
             message = await receive()
-            read += len(message.get("body", b""))
-            if read > self.most_bytes:
+            bytes_read += len(message.get("body", b""))
+            if bytes_read > self.most_bytes:
                 raise BodyTooLarge
             return message
 
@@ -89,7 +88,7 @@ class Guard:
 
 
 def refusal(method: str, path: str, headers: Mapping[str, str]) -> str:
-    """Why a request is refused; "" if it is not.
+    """The reason to refuse a request; "" if it is allowed.
 
     >>> refusal("GET", "/", {"host": "127.0.0.1:8642"})
     ''
@@ -98,7 +97,7 @@ def refusal(method: str, path: str, headers: Mapping[str, str]) -> str:
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if not HOST.fullmatch(host):
-        return f"This server answers to 127.0.0.1 and localhost, and not to {host or 'a request without a host'}."
+        return f"This server answers requests to 127.0.0.1 and localhost, and not to {host or 'an empty host'}."
     if origin is not None and origin != f"http://{host}":
         return f"Only the page of this server may use it; the request came from {origin}."
     opened = method == "GET" and path == "/" and headers.get("sec-fetch-mode") == "navigate"

@@ -1,4 +1,4 @@
-"""The addresses of the page: its files, the pictures on the desk, and what can be done with them."""
+"""The addresses of the page: its files, the pictures on the desk, and the actions."""
 
 from __future__ import annotations
 
@@ -21,47 +21,49 @@ from bilevel.app.guard import Guard
 from bilevel.errors import BilevelError
 
 PAGE = Path(__file__).parent / "page"
-# The switch between light and dark is that of the report.
+# The script that switches between light and dark is shared with the report.
 THEME = Path(__file__).parent.parent / "report" / "templates" / "theme.js"
 FILES = {
     "": PAGE / "index.html",
     "theme.js": THEME,
     **{file.name: file for file in sorted(PAGE.iterdir()) if file.suffix in (".css", ".js", ".svg")},
 }
-# The name of a picture's file, and that of a new class; percent-encoded, because headers are ASCII.
+# Headers with the name of a picture's file and of a new class. They are percent-encoded, because headers are ASCII.
 PICTURE_NAME, CLASS_NAME = "x-picture-name", "x-class-name"
 
 Work = Callable[[Desk, Request, bytes], Any]
 
 
 def application(desk: Desk) -> Starlette:
-    """The page of a desk as an ASGI application."""
+    """The ASGI application that serves the page of a desk."""
 
-    def does(work: Work) -> Callable[[Request], Awaitable[Response]]:
+    def answers(work: Work) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that answers with the result of `work`, as JSON unless it is a response."""
+
         async def endpoint(request: Request) -> Response:
             body = await request.body()
             try:
-                done = await run_in_threadpool(work, desk, request, body)
+                result = await run_in_threadpool(work, desk, request, body)
             except BilevelError as error:
                 return JSONResponse({"error": str(error)}, 400)
-            return done if isinstance(done, Response) else JSONResponse(done)
+            return result if isinstance(result, Response) else JSONResponse(result)
 
         return endpoint
 
     def changes(work: Work) -> Callable[[Request], Awaitable[Response]]:
-        """Work whose answer is the new state of the page, and the number of what was made."""
+        """An endpoint that answers with the new state of the page, and the result of `work` as `made`."""
 
-        def then(desk: Desk, request: Request, body: bytes) -> dict[str, Any]:
+        def with_state(desk: Desk, request: Request, body: bytes) -> dict[str, Any]:
             made = work(desk, request, body)
             return {**desk.state(), "made": made}
 
-        return does(then)
+        return answers(with_state)
 
     return Starlette(
         routes=[
-            Route("/state", does(lambda desk, request, body: desk.state())),
+            Route("/state", answers(lambda desk, request, body: desk.state())),
             Route("/settings", changes(_settings), methods=["PUT"]),
-            Route("/ask", does(lambda desk, request, body: desk.ask(body, _name(request))), methods=["POST"]),
+            Route("/ask", answers(lambda desk, request, body: desk.ask(body, _name(request))), methods=["POST"]),
             Route("/classes", changes(_new_class), methods=["POST"]),
             Route("/classes", changes(lambda desk, request, body: desk.clear()), methods=["DELETE"]),
             Route("/classes/{number:int}", changes(_rename), methods=["PUT"]),
@@ -71,14 +73,14 @@ def application(desk: Desk) -> Starlette:
                 methods=["DELETE"],
             ),
             Route("/classes/{number:int}/pictures", changes(_new_picture), methods=["POST"]),
-            Route("/pictures/{number:int}/{kind}.png", does(_picture)),
+            Route("/pictures/{number:int}/{kind}.png", answers(_picture)),
             Route(
                 "/pictures/{number:int}",
                 changes(lambda desk, request, body: desk.remove_picture(request.path_params["number"])),
                 methods=["DELETE"],
             ),
             Route("/undo", changes(lambda desk, request, body: desk.undo()), methods=["POST"]),
-            Route("/classifier.safetensors", does(_classifier)),
+            Route("/classifier.safetensors", answers(_classifier)),
             Route("/{file}", _file),
             Route("/", _file),
         ],
@@ -89,7 +91,7 @@ def application(desk: Desk) -> Starlette:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    return JSONResponse({"error": f"{request.method} {request.url.path} is not known here."}, status)
+    return JSONResponse({"error": f"There is no {request.method} {request.url.path} on this server."}, status)
 
 
 async def _file(request: Request) -> Response:
@@ -100,7 +102,7 @@ async def _file(request: Request) -> Response:
 
 
 def _fields(body: bytes, **kinds: Any) -> dict[str, Any]:
-    """The fields of a JSON object; None where one is missing."""
+    """The fields of a JSON object; a missing field is None."""
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -110,7 +112,7 @@ def _fields(body: bytes, **kinds: Any) -> dict[str, Any]:
     for name, kind in kinds.items():
         value = values.get(name)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise BilevelError(f"The field {name} of the request is {str(value)[:40]!r}, which is of the wrong type.")
+            raise BilevelError(f"The field {name} of the request is {str(value)[:40]!r}, which has the wrong type.")
     return {name: values.get(name) for name in kinds}
 
 
@@ -120,11 +122,11 @@ def _name(request: Request) -> str:
 
 
 def _settings(desk: Desk, request: Request, body: bytes) -> None:
-    asked = _fields(body, model=str, rate=(int, float))
-    known = desk.state()["models"]
-    if asked["model"] is not None and asked["model"] not in known:
-        raise BilevelError(f"There is no model {asked['model'][:80]!r} here; take one of {', '.join(known)}.")
-    desk.choose(**asked)
+    changes = _fields(body, model=str, rate=(int, float))
+    models = desk.state()["models"]
+    if changes["model"] is not None and changes["model"] not in models:
+        raise BilevelError(f"There is no model {changes['model'][:80]!r}; choose one of {', '.join(models)}.")
+    desk.choose(**changes)
 
 
 def _new_class(desk: Desk, request: Request, body: bytes) -> int:
@@ -142,10 +144,10 @@ def _new_picture(desk: Desk, request: Request, body: bytes) -> int:
 def _picture(desk: Desk, request: Request, body: bytes) -> Response:
     kind = request.path_params["kind"]
     if kind not in ("shown", "seen"):
-        raise BilevelError(f"A picture can be had as `shown` and as `seen`, and not as {kind[:20]!r}.")
+        raise BilevelError(f"There is no version {kind[:20]!r} of a picture; pass `shown` or `seen`.")
     return Response(desk.shown(request.path_params["number"], seen=kind == "seen"), media_type="image/png")
 
 
 def _classifier(desk: Desk, request: Request, body: bytes) -> Response:
-    where = {"Content-Disposition": 'attachment; filename="my.safetensors"'}
-    return Response(desk.saved(), media_type="application/octet-stream", headers=where)
+    headers = {"Content-Disposition": 'attachment; filename="my.safetensors"'}
+    return Response(desk.saved(), media_type="application/octet-stream", headers=headers)

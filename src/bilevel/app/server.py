@@ -1,4 +1,4 @@
-"""The server of the page: on 127.0.0.1 only, without a log, writing nothing."""
+"""The server of the page. It listens on 127.0.0.1 only, and writes no log and no files."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from bilevel.app.routes import application
 from bilevel.errors import BilevelError
 
 ADDRESS = "127.0.0.1"
-# Where the page is unless something else is there already.
+# The port of the page, unless it is in use.
 PORT = 8642
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket on this machine's own address; None takes the usual port, or any that is free.
+    """A socket on 127.0.0.1. For port None it has the usual port, or any free one if that is in use.
 
     >>> with listen(0) as opened:
     ...     opened.getsockname()[0]
     '127.0.0.1'
     """
-    for wanted in (port,) if port is not None else (PORT, 0):
+    for candidate in (port,) if port is not None else (PORT, 0):
         opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            opened.bind((ADDRESS, wanted))
+            opened.bind((ADDRESS, candidate))
             return opened
         except OSError as error:
             opened.close()
             reason = error.strerror or str(error)
-    raise BilevelError(f"The page cannot be served on port {port}: {reason}. Leave --port out to take a free one.")
+    raise BilevelError(f"The page cannot be served on port {port}: {reason}. Leave --port out to use a free one.")
 
 
 class PageServer(uvicorn.Server):
     """The server of a desk's page. `run` ends with Ctrl-C, or once `should_exit` is true.
 
     Args:
-        desk: what is on the page.
-        opened: where it listens.
-        ready: gets the page's address once it can be opened.
+        desk: the state of the page.
+        opened: the socket on which it listens.
+        ready: called with the address of the page as soon as it can be opened.
     """
 
     def __init__(self, desk: Desk, opened: socket.socket, ready: Callable[[str], None] = lambda address: None) -> None:

@@ -1,8 +1,8 @@
 """The command `bilevel`: one file per command, found by walking this folder.
 
-A command is a module with a function `command`; its name is the file's and its help is the function's docstring. Files
-whose names begin with an underscore are shared parts. Nothing here imports torch, so that `--help` and `list` answer at
-once; what needs it imports it when it runs.
+A command is a module with a function `command`. The name of the command is that of the file, and its help is the
+docstring of the function. Files whose names begin with an underscore are shared code. Commands import torch only when
+they run, so that `--help` and `list` are fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build() -> typer.Typer:
     @app.callback()
     def common(
         version: Annotated[
-            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
         ] = False,
         debug: Annotated[
             bool, typer.Option("--debug", help="Show the traceback of an error. BILEVEL_DEBUG=1 does the same.")
@@ -45,7 +45,7 @@ def build() -> typer.Typer:
     ) -> None:
         """Bilevel optimisation in PyTorch: hyperparameters and meta-learning by hypergradients.
 
-        Start with `bilevel demo`. `bilevel list` names the tables and figures that `bilevel run NAME` reproduces.
+        Start with `bilevel demo`. `bilevel list` prints the tables and figures that `bilevel run NAME` reproduces.
         """
         state["debug"] = debug or os.environ.get("BILEVEL_DEBUG", "0").lower() not in ("", "0", "false", "no")
 
@@ -56,24 +56,24 @@ def build() -> typer.Typer:
 
 
 def main() -> None:
-    """The command, in a process of its own: the allocator and the display of warnings are set for the whole process."""
+    """The entry point of the command. It sets the allocator and the display of warnings for the whole process."""
     keep_freed_memory()
-    warnings.showwarning = _say  # type: ignore[assignment]
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
         build()()
-    except KeyboardInterrupt:  # before a command began, or after it ended
+    except KeyboardInterrupt:  # before a command has begun, or after it has ended
         typer.echo("Interrupted.", err=True)
         sys.exit(130)
 
 
-def _say(message: Warning | str, category: type[Warning], *where: Any) -> None:
-    """A warning for people at a terminal, who did not write the line it comes from."""
+def _show_warning(message: Warning | str, category: type[Warning], *where: Any) -> None:
+    """Print a warning without the line of code that it comes from."""
     kind = "Note" if issubclass(category, BilevelWarning) else category.__name__
     typer.echo(f"{kind}: {message}", err=True)
 
 
 def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..., Any]:
-    """The command, with what the user can mend said in one message instead of a traceback."""
+    """The command, which prints a `BilevelError` as one message instead of a traceback."""
 
     @functools.wraps(command)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,8 +85,8 @@ def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
-            kept = str(stop) or "Nothing was written; earlier results are as they were."
-            typer.echo(f"Interrupted. {kept}", err=True)
+            consequence = str(stop) or "Nothing was written; earlier results are as they were."
+            typer.echo(f"Interrupted. {consequence}", err=True)
             raise typer.Exit(130) from None
 
     return call

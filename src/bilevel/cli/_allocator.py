@@ -1,23 +1,23 @@
-"""A setting of the command's own process: malloc keeps freed memory for the next step."""
+"""A setting for the process of the command: malloc keeps freed memory instead of returning it to the system."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 
-# The names are those of malloc.h.
+# Parameters of mallopt, with their names in malloc.h.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
-# Bytes that malloc may keep. Older versions of glibc accept at most the second number.
+# The bytes that malloc may keep, in the order in which they are tried. Old versions of glibc refuse the first.
 SIZES = 1 << 30, 32 << 20
 
 
 def keep_freed_memory() -> bool:
     """Tell glibc not to return freed memory to the system; return whether it accepted.
 
-    Activations are megabytes that live for milliseconds. By default malloc returns them to the system and fetches them
-    again, page by page, which is slow where page faults are expensive, as in a virtual machine. Nothing is changed on
-    other systems, or if the user has set `MALLOC_…` or `GLIBC_TUNABLES`. The setting holds for the whole process, so
-    the library never calls this function.
+    Activations take megabytes for milliseconds. By default malloc returns this memory to the system and requests it
+    again, page by page, which is slow if page faults are expensive, as in a virtual machine. Nothing is changed with
+    other C libraries, or if the user has set `MALLOC_…` or `GLIBC_TUNABLES`. The setting affects the whole process, so
+    only the command calls this function, and never the library.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
@@ -27,6 +27,6 @@ def keep_freed_memory() -> bool:
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    # All threads share one arena: those of other threads return empty heaps to the system.
+    # One arena for all threads, because further arenas return empty heaps to the system.
     mallopt(ARENA_MAX, 1)
     return any(mallopt(MMAP_THRESHOLD, size) and mallopt(TRIM_THRESHOLD, size) for size in SIZES)

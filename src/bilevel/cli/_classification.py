@@ -1,4 +1,4 @@
-"""What `bilevel classify` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel classify`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from bilevel.errors import BilevelError
 from bilevel.files import write_bytes
 from bilevel.learners import choice, library
 from bilevel.learners.classifier import FewShotClassifier
-from bilevel.learners.recognition import NONE, adapted, facts_to_keep, kept_classifier, none_of_these, trained
+from bilevel.learners.recognition import NONE, adapted, facts_to_keep, none_of_these, saved_classifier, trained
 from bilevel.models.batch_norm import MEANING
 
-# Pictures that are looked at to tell drawings from photographs.
-LOOKED_AT = 60
+# About how many pictures are examined to distinguish drawings from photographs.
+EXAMINED = 60
 
 
 @dataclass(frozen=True)
 class Classification:
-    """The answer, with everything it depended on.
+    """The predictions, and everything that they depend on.
 
     Args:
-        model: where the representation came from.
-        classifier: it, adapted to the support pictures.
-        preparation: how the pictures became what the model takes.
-        classes: the class folders, sorted.
+        model: the trained model.
+        classifier: the model, adapted to the labelled pictures.
+        preparation: how the pictures were converted to inputs of the model.
+        classes: the files of every class, by the name of the class.
         support: the labelled pictures, class after class.
-        query: the new ones.
+        query: the new pictures.
         probabilities: queries × classes.
-        truth: the class of every query whose folder names it.
-        notes: what was done to the pictures on the way in, one sentence each.
+        truth: the class of every query, if its folder is named like a class; else None.
+        notes: sentences about the choice of the model and the conversion of the pictures.
         none: which queries are "none of these".
     """
 
@@ -58,13 +58,13 @@ class Classification:
     none: list[bool]
 
     def ranked(self, index: int) -> list[tuple[str, float]]:
-        """The classes of a query by falling probability."""
+        """The classes of a query with their probabilities, largest first."""
         row = self.probabilities[index].tolist()
         return sorted(zip(self.classes, row, strict=True), key=lambda pair: -pair[1])
 
     @property
     def steps(self) -> str:
-        """T, where the learner takes inner steps, as the end of a sentence."""
+        """T, if the learner has inner steps, as the end of a sentence."""
         return f", T = {self.classifier.steps}" if self.classifier.learner.has_steps else ""
 
     @property
@@ -72,17 +72,17 @@ class Classification:
         return [NONE if none else self.ranked(i)[0][0] for i, none in enumerate(self.none)]
 
     def save(self, path: Path) -> None:
-        """Write the classifier with its labelled pictures, so that it can be used without them."""
+        """Write the classifier to a file that includes the labelled pictures."""
         self.classifier.save(path, facts_to_keep(self.model, self.preparation))
 
     def accuracy(self) -> dict[str, Any] | None:
-        """How many of the queries with a known class were right; None if there are none."""
-        pairs = [(said, true) for said, true in zip(self.predictions, self.truth, strict=True) if true is not None]
-        right = sum(said == true for said, true in pairs)
+        """The accuracy on the queries whose class is known; None if there are none."""
+        pairs = [(answer, true) for answer, true in zip(self.predictions, self.truth, strict=True) if true is not None]
+        right = sum(answer == true for answer, true in pairs)
         return {"right": right, "of": len(pairs), "accuracy": right / len(pairs)} if pairs else None
 
     def plain(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
+        """The result as JSON types."""
         settings, learner = self.model.settings, self.classifier.learner
         queries = []
         for index, (name, true) in enumerate(zip(self.query.names, self.truth, strict=True)):
@@ -106,7 +106,7 @@ class Classification:
         }
 
     def write_csv(self, path: Path) -> None:
-        """One line per query: the prediction, and the probability of every class."""
+        """Write one line per query: the prediction, and the probability of every class."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["picture", "truth", "prediction", "probability", *(f"p({name})" for name in self.classes)])
@@ -118,22 +118,22 @@ class Classification:
 
 
 def _as_text(name: str) -> str:
-    """A name that spreadsheets do not take for a formula: an apostrophe before the signs that begin one."""
+    """The name as a cell of a spreadsheet: an apostrophe before signs that would begin a formula."""
     return f"'{name}" if name.startswith(("=", "+", "-", "@", "\t", "\r")) else name
 
 
 @dataclass(frozen=True)
 class ClassifyOptions:
-    """The options of `bilevel classify` that change an answer.
+    """The options of `bilevel classify` that affect the predictions.
 
     Args:
-        batch_norm: a mode, or None for the one in which a query stands for itself.
-        steps: T, or None for the model's own.
-        invert: whether to swap light and dark; None finds out, for models of drawings.
+        batch_norm: a batch norm mode; None: one in which predictions are independent.
+        steps: T; None: the model's own.
+        invert: whether to swap light and dark; None: decide for each picture, if the model is for drawings.
         clean: whether to even out the paper of drawings and to crop them to their ink.
-        strict: whether an unreadable picture is an error; otherwise it is left out.
-        none: the false-alarm rate of "none of these"; None: never say it.
-        threads: torch's.
+        strict: whether an unreadable picture is an error; if not, it is left out.
+        none: the false-alarm rate of "none of these"; None: never predict it.
+        threads: the number of torch's threads; None: torch's default.
     """
 
     batch_norm: str | None = None
@@ -148,88 +148,93 @@ class ClassifyOptions:
 def classify(
     spec: str | None, support: Path | None, query: Path, options: ClassifyOptions, outputs: Sequence[Path | None] = ()
 ) -> Classification:
-    """Adapt the model to the support folder and ask it about the query pictures.
+    """Adapt the model to the support folder, and classify the query pictures.
 
     Args:
-        spec: as for `library.find`, or a classifier that was saved; None chooses a model of the zoo.
-        support: a folder of class folders; None for a classifier that was saved.
+        spec: as for `library.find`, or a saved classifier; None: a model of the zoo is chosen.
+        support: a folder with one folder of pictures per class; None for a saved classifier.
         query: a folder or a picture.
-        options: how.
-        outputs: files that will be written, which must not be among the pictures.
+        options: the options that affect the predictions.
+        outputs: files that will be written. They must not be among the pictures.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    kept = None if spec is None or support is not None else kept_classifier(spec)
-    if support is None and kept is None:
+    saved = None if spec is None or support is not None else saved_classifier(spec)
+    if support is None and saved is None:
         raise BilevelError(
-            "--support is missing: a folder with one folder of labelled pictures per class. Only a classifier that "
-            "`bilevel classify … --save my.safetensors` wrote needs none."
+            "--support is missing: pass a folder with one folder of labelled pictures per class. Only a classifier "
+            "that `bilevel classify … --save my.safetensors` wrote needs none."
         )
-    found = _user_pictures.find(support, query, () if kept is None else [str(name) for name in kept[1].classes])
-    taken = {file.resolve() for file in found.everything()}
+    files = _user_pictures.find(support, query, () if saved is None else [str(name) for name in saved[1].classes])
+    inputs = {file.resolve() for file in files.everything()}
     for file in outputs:
-        if file is not None and file.resolve() in taken:
-            raise BilevelError(f"{file} is one of the pictures to be read; write the result somewhere else.")
+        if file is not None and file.resolve() in inputs:
+            raise BilevelError(f"{file} is one of the pictures to be read. Write the result to another file.")
     notes = []
-    if kept is not None:
+    if saved is not None:
         refused = [name for name in ("batch_norm", "steps") if getattr(options, name) is not None]
         if refused:
-            raise BilevelError(f"{spec} was adapted already; leave --{refused[0].replace('_', '-')} out.")
-        model, classifier = kept
+            raise BilevelError(
+                f"{spec} is a saved classifier, which is adapted already. Leave --{refused[0].replace('_', '-')} out."
+            )
+        model, classifier = saved
         preparation = model.preparation
         options = replace(options, clean=preparation.clean, invert=preparation.invert)
     else:
         if spec is None:
-            chosen = _chosen(found)
+            chosen = _chosen(files)
             spec = chosen.spec
             notes.append(f"No model was named. {chosen.why}")
         model, classifier = trained(spec, options.batch_norm), None
         preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
         if not model.knows_preparation:
-            preparation, why = _guessed(preparation, found)
+            preparation, why = _guessed(preparation, files)
             notes.append(f"{spec} does not say how its pictures are prepared. {why}")
-    found, labelled, asked, more = _user_pictures.read(found, preparation, options.strict)
+    files, labelled, new, reading_notes = _user_pictures.read(files, preparation, options.strict)
     if classifier is None:
-        classifier = adapted(model, labelled.images, found.labels(), options.steps)
-    scores = classifier.scores(asked.images)
+        classifier = adapted(model, labelled.images, files.labels(), options.steps)
+    scores = classifier.scores(new.images)
     none = [False] * len(scores)
     if options.none is not None:
         threshold = none_of_these(model, classifier, options.none)
-        none = threshold(scores)
+        none = threshold(new.images)
         notes.append(threshold.why)
-    notes += more
+    notes += reading_notes
     probabilities = (scores / classifier.temperature).softmax(1)
     return Classification(
-        model, classifier, preparation, found.classes, labelled, asked, probabilities, found.truth, notes, none
+        model, classifier, preparation, files.classes, labelled, new, probabilities, files.truth, notes, none
     )
 
 
-def _chosen(found: _user_pictures.PictureFiles) -> choice.Choice:
-    """A model for these pictures."""
-    labelled = [len(files) for files in found.classes.values()]
-    return choice.choose(*_drawn(found), len(labelled), sum(labelled) / len(labelled))
+def _chosen(files: _user_pictures.PictureFiles) -> choice.Choice:
+    """The model of the zoo for these pictures."""
+    labelled = [len(of_class) for of_class in files.classes.values()]
+    return choice.choose(*_drawn(files), len(labelled), sum(labelled) / len(labelled))
 
 
-def _guessed(usual: Preparation, found: _user_pictures.PictureFiles) -> tuple[Preparation, str]:
-    """How pictures are prepared for a model that does not say it, and why, as a sentence."""
-    drawn, looked_at = _drawn(found)
-    kind: Kind = "drawing" if usual.channels == 1 and 2 * drawn > looked_at else "photograph"
-    return replace(usual, kind=kind), (
-        f"{drawn} of {looked_at} pictures look like drawings, and the model takes {usual.channels} channels, so they "
+def _guessed(default: Preparation, files: _user_pictures.PictureFiles) -> tuple[Preparation, str]:
+    """How pictures are prepared for a model whose card does not say it, and a sentence that says why."""
+    drawn, examined = _drawn(files)
+    kind: Kind = "drawing" if default.channels == 1 and 2 * drawn > examined else "photograph"
+    return replace(default, kind=kind), (
+        f"{drawn} of {examined} pictures look like drawings, and the model takes {default.channels} channels, so they "
         f"are prepared as {kind}s. Before you save a learner, set learner.preparation to that of its data."
     )
 
 
-def _drawn(found: _user_pictures.PictureFiles) -> tuple[int, int]:
-    """How many of some of the pictures look like drawings, and of how many; unreadable ones have no say."""
-    files = found.everything()
-    seen = [_user_pictures.looks_drawn(file) for file in files[:: max(1, len(files) // LOOKED_AT)]]
-    known = [one for one in seen if one is not None]
-    return sum(known), len(known)
+def _drawn(files: _user_pictures.PictureFiles) -> tuple[int, int]:
+    """In a sample of the labelled pictures: how many look like drawings, and how many could be read.
+
+    The queries do not count, because they may be of none of the classes.
+    """
+    labelled = [file for of_class in files.classes.values() for file in of_class]
+    drawn = [_user_pictures.looks_drawn(file) for file in labelled[:: max(1, len(labelled) // EXAMINED)]]
+    readable = [answer for answer in drawn if answer is not None]
+    return sum(readable), len(readable)
 
 
 def show(result: Classification, top: int) -> None:
-    """The same for people: a table, and what it rests on."""
+    """Print a table of the predictions, and the summary."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -248,8 +253,8 @@ def show(result: Classification, top: int) -> None:
         if result.none[index]:
             cells[1:3] = [NONE, ""]
         if known:
-            said = result.predictions[index]
-            cells.append("" if true is None else "right" if true == said else f"wrong: {true}")
+            prediction = result.predictions[index]
+            cells.append("" if true is None else "right" if true == prediction else f"wrong: {true}")
         table.add_row(*map(Text, cells))
     console(140).print(table)
     for line in summary(result):
@@ -257,7 +262,7 @@ def show(result: Classification, top: int) -> None:
 
 
 def summary(result: Classification) -> list[str]:
-    """What was found, what it rests on, and what was done to the pictures."""
+    """Lines about the predictions, the model, and the conversion of the pictures."""
     settings, learner, predictions = result.model.settings, result.classifier.learner, result.predictions
     counts = Counter(predictions)
     listed = ", ".join(f"{counts[name]} {name}" for name in [*result.classes, NONE] if counts[name])

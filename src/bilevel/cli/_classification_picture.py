@@ -1,4 +1,4 @@
-"""The picture of `bilevel classify`: the labelled pictures by class, and the new ones with what was said about them."""
+"""The picture of `bilevel classify`: the labelled pictures by class, and the new pictures with their predictions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from bilevel.cli._user_pictures import Pictures
 from bilevel.models.batch_norm import MEANING
 from bilevel.plotting import BLACK, GREEN, RED, picture, shortened, show_image
 
-# More would not be readable on one page, and what is left out is said.
+# The most columns, classes, pictures per class and queries that are drawn. Titles say how many are left out.
 COLUMNS, CLASSES, SHOTS, QUERIES = 8, 20, 8, 64
 CELL, CAPTION, TITLE = 1.15, 0.62, 0.55  # inches
 LARGE, SMALL, GAP = 224, 96, 6  # pixels
 
 
 def draw(result: Classification, path: Path) -> None:
-    """Write the picture; the pictures in it are shown as the model sees them."""
+    """Write the picture. It shows the pictures as the model sees them."""
     classes = list(result.classes)[:CLASSES]
     queries = worst_first(result)[:QUERIES]
     rows = -(-len(queries) // COLUMNS)
     heights = [TITLE, *[CELL] * len(classes), TITLE, *[CELL + CAPTION] * rows]
     with warnings.catch_warnings():
-        # Class names in a script that matplotlib's font lacks are drawn as boxes; the table has them.
+        # matplotlib warns about letters that its font lacks, and draws boxes. The table shows these class names.
         warnings.filterwarnings("ignore", "Glyph")
         with picture(path, width=1.7 + CELL * COLUMNS, height=sum(heights)) as figure:
             grid = figure.add_gridspec(len(heights), COLUMNS + 1, height_ratios=heights)
@@ -55,7 +55,7 @@ def draw(result: Classification, path: Path) -> None:
 
 
 def worst_first(result: Classification) -> list[int]:
-    """The queries in the order in which they are worth looking at: mistakes, then the rest; the least certain first."""
+    """The queries, first those with a wrong prediction, then the others; the least certain first in each group."""
 
     def rank(index: int) -> tuple[bool, float]:
         return not _wrong(result, index), result.ranked(index)[0][1]
@@ -84,7 +84,7 @@ def _query(axes: Any, result: Classification, index: int) -> None:
     show_image(axes, _both(result, result.query, index))
     (_, p), name, true = result.ranked(index)[0], result.predictions[index], result.truth[index]
     wrong = _wrong(result, index)
-    # The mark says it too, for who cannot tell the colours apart.
+    # The mark has the same meaning as the colour, for readers who cannot distinguish the colours.
     mark = "" if true is None else "✗ " if wrong else "✓ "
     lines = [f"{mark}{shortened(name, 14)}", f"not {shortened(str(true), 12)}" if wrong else "", f"{p:.0%}"]
     color = BLACK if true is None else RED if wrong else GREEN
@@ -101,7 +101,7 @@ def _query(axes: Any, result: Classification, index: int) -> None:
 
 
 def _both(result: Classification, pictures: Pictures, index: int) -> NDArray[np.uint8]:
-    """A picture as the model sees it; of drawings, with the original to its left."""
+    """A picture as the model sees it. For drawings, with the small original to its left."""
     seen, original = pictures.images[index], pictures.shown[index]
     if not result.preparation.draws:
         return seen
@@ -119,5 +119,5 @@ def _title(axes: Any, title: str, below: str) -> None:
     axes.text(0, 0.15, below, ha="left", va="center", fontsize=9)
 
 
-def _some(shown: int, there: int, what: str) -> str:
-    return f" ({shown} of {there} {what})" if shown < there else ""
+def _some(shown: int, total: int, what: str) -> str:
+    return f" ({shown} of {total} {what})" if shown < total else ""

@@ -1,4 +1,4 @@
-"""What `bilevel evaluate` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel evaluate`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bilevel.progress import bar
 from bilevel.source_commit import commit
 from bilevel.training.folder import RunFolder
 
-# Episodes of each split on which probabilities are calibrated, at most.
+# The most episodes of each split on which probabilities are calibrated.
 CALIBRATED = 100
 
 
@@ -46,16 +46,16 @@ def evaluate(
     threads: int | None,
     save: Path | None,
 ) -> dict[str, Any]:
-    """The numbers, in JSON's types."""
+    """The scores and the calibration, as JSON types."""
     if threads is not None:
         torch.set_num_threads(threads)
-    found = library.find(spec, batch_norm)
-    data = open_data(found.settings, data_root)
-    found.check_data(data)
+    model = library.find(spec, batch_norm)
+    data = open_data(model.settings, data_root)
+    model.check_data(data)
     if other is not None:
-        found = with_learner(found, with_own_settings(replace(found.settings, learner=other, options={}), own), data)
-    settings = replace(found.settings, **changes)  # type: ignore[arg-type]
-    learner = found.learner
+        model = with_learner(model, with_own_settings(replace(model.settings, learner=other, options={}), own), data)
+    settings = replace(model.settings, **changes)  # type: ignore[arg-type]
+    learner = model.learner
     if mirror is not None:
         learner.change(mirror=mirror)
         settings = replace(settings, mirror=mirror)
@@ -80,32 +80,32 @@ def evaluate(
         "test": _line(final.steps, final.test),
     }
     shapes = [(settings.ways, settings.shots), *(GRID if save is not None else ())]
-    used = found if batch_norm else found.for_use()
+    used = model if batch_norm else model.for_use()
     calibrations = for_shapes(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
     result["calibration"] = calibrations[0].plain()
     if other is None and RunFolder(Path(spec)).exists():
-        library.keep_calibrations(spec, found, [one.plain() for one in calibrations])
+        library.save_calibrations(spec, model, [one.plain() for one in calibrations])
     if save is not None:
         if learner.has_steps:
             learner.steps = final.steps
         score = {key: value for key, value in result.items() if key != "model"}
         more = {"calibrations": [one.plain() for one in calibrations], "score": score}
-        learner.save(save, {**_card(found, settings, data), **more})
+        learner.save(save, {**_card(model, settings, data), **more})
     return result
 
 
-def _card(found: library.TrainedLearner, judged: TrainingSettings, data: ImageDataset) -> dict[str, Any]:
-    """What the weights are and how they came to be; the settings are those they were judged with."""
-    known = ("command", "preset", "initial", "training", "weights", "curve")
+def _card(model: library.TrainedLearner, settings: TrainingSettings, data: ImageDataset) -> dict[str, Any]:
+    """How the weights were trained and evaluated. `settings` are those of the evaluation."""
+    copied = ("command", "preset", "initial", "training", "weights", "curve")
     preparation = data.preparation
     return {
-        # Where the training began is told under "initial"; a path would mean nothing elsewhere.
-        "settings": replace(judged, initial="").plain(),
-        "trained_with": {name: getattr(found.settings, name) for name in ("ways", "shots", "queries")},
-        "data": {"name": found.settings.dataset, "fingerprint": data.fingerprint},
+        # "initial" below describes the training that came before. Its path is meaningless on another machine.
+        "settings": replace(settings, initial="").plain(),
+        "trained_with": {name: getattr(model.settings, name) for name in ("ways", "shots", "queries")},
+        "data": {"name": model.settings.dataset, "fingerprint": data.fingerprint},
         "preparation": None if preparation is None else preparation.plain(),
-        **{key: found.card[key] for key in known if key in found.card},
-        "trained_at_commit": found.card.get("commit"),
+        **{key: model.card[key] for key in copied if key in model.card},
+        "trained_at_commit": model.card.get("commit"),
         "commit": commit(),
     }
 
@@ -115,7 +115,7 @@ def _line(steps: int, score: EpisodeScore) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The same for people."""
+    """Print the result."""
     from rich import box
     from rich.table import Table
 

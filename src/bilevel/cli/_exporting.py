@@ -1,4 +1,4 @@
-"""What `bilevel export` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel export`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from bilevel.files import write_bytes, write_json
 from bilevel.learners import library
 from bilevel.learners.base import Learner
 from bilevel.learners.classifier import FewShotClassifier
-from bilevel.learners.recognition import adapted, kept_classifier, trained
+from bilevel.learners.recognition import adapted, saved_classifier, trained
 from bilevel.learners.representation import CENTRE, LENGTH, SHORTEST
 from bilevel.models.batch_norm import MEANING, layers, using
 from bilevel.source_commit import commit
 
-# The largest difference from the library, relative to the largest number of an output where that is above 1.
+# The largest allowed difference from the library, relative to the largest number of an output if that is above 1.
 TOLERANCE = 1e-4
-# Random pictures of the comparison, beside the labelled ones, of which so many are taken.
+# The number of random pictures in the comparison, and the most labelled ones.
 RANDOM, LABELLED = 6, 32
 INPUT, OUTPUTS = (
     "images",
@@ -46,7 +46,7 @@ INPUT, OUTPUTS = (
 BATCH = ({0: torch.export.Dim("batch", min=1)},)
 KINDS = {
     "photograph": "The largest centred part with the proportions of the input, scaled to its size.",
-    "drawing": "White ink on black, each pixel one or the other.",
+    "drawing": "White ink on black, without gray.",
     "gray-drawing": "Light ink on black, in shades of gray.",
 }
 
@@ -55,7 +55,7 @@ Outputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What is exported: a trained learner, and its classifier if there are labelled pictures."""
+    """What is exported: a trained model, and its classifier if there are labelled pictures."""
 
     model: library.TrainedLearner
     preparation: Preparation
@@ -69,11 +69,11 @@ class ExportSource:
 
     @torch.no_grad()
     def outputs(self, images: Tensor) -> Outputs:
-        """What the library itself says about pictures."""
+        """The outputs of the library, with which the file is compared."""
         learner, classifier = self.learner, self.classifier
         images = images.to(next(iter(learner.lam.values())))
-        known = images if classifier is None else classifier.support
-        features = learner.representation.sets(learner.lam, known, images, training=False)[1][:, :-1]
+        support = images if classifier is None else classifier.support
+        features = learner.representation.sets(learner.lam, support, images, training=False)[1][:, :-1]
         if classifier is None:
             return {"features": features}
         scores = classifier.scores(images)
@@ -83,7 +83,7 @@ class ExportSource:
 class ExportedModule(nn.Module):
     """The representation and the linear head in torch's own layers, in single precision, for images N×C×H×W.
 
-    Batch norms use fixed statistics: the support set's or the averages of training.
+    Batch norms use fixed statistics: those of the support set, or the running averages.
     """
 
     centre: Tensor
@@ -103,16 +103,17 @@ class ExportedModule(nn.Module):
             assert classifier is not None
             if learner.representation.mirror:
                 raise BilevelError(
-                    "Pictures and their mirror images are normalised by statistics of their own, and an exported batch "
-                    "norm has one set of them. Write `bilevel evaluate MODEL --no-mirror --save PATH`, and export that."
+                    "This model has mirror=True with batch norm `support`: pictures and mirror images have different "
+                    "statistics, and an exported batch norm has one set of them. Write `bilevel evaluate MODEL "
+                    "--no-mirror --save PATH`, and export that."
                 )
             with using(norms, "keep"):
                 network(classifier.support)
             for name, layer in norms.items():
                 if len(layer.kept) != 1:
                     raise BilevelError(
-                        f"The batch norm {name} is used {len(layer.kept)} times, with other statistics each time, so "
-                        "it has no fixed ones to export. Train a network that uses each batch norm once."
+                        f"The batch norm {name} is used {len(layer.kept)} times, with different statistics each time, "
+                        "so they cannot be exported. Train a network that uses each batch norm once."
                     )
                 mean, variance = layer.kept.pop()
                 layer.running_mean.copy_(mean)
@@ -148,100 +149,102 @@ class ExportedModule(nn.Module):
 
 
 def load(spec: str, support: Path | None, options: ClassifyOptions) -> ExportSource:
-    """The model, adapted to the labelled pictures if there are any. What cannot be exported is refused.
+    """The model, adapted to the labelled pictures if there are any. A model that cannot be exported is refused.
 
     Args:
-        spec: as for `library.find`, or a classifier that was saved.
-        support: a folder of class folders, or None.
-        options: those of `bilevel classify`.
+        spec: as for `library.find`, or a saved classifier.
+        support: a folder with one folder of pictures per class, or None.
+        options: the options of `bilevel classify`.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    kept = kept_classifier(spec)
-    if kept is not None:
+    saved = saved_classifier(spec)
+    if saved is not None:
         given = {"support": support, "batch-norm": options.batch_norm, "steps": options.steps, "invert": options.invert}
         given["no-clean"] = None if options.clean else True
         refused = next((name for name, value in given.items() if value is not None), None)
         if refused is not None:
-            raise BilevelError(f"{spec} was adapted already; leave --{refused} out.")
-        model, classifier = kept
-        _check(classifier.learner, spec, classifies=True, kept=True)
+            raise BilevelError(f"{spec} is a saved classifier, which is adapted already. Leave --{refused} out.")
+        model, classifier = saved
+        _check(classifier.learner, spec, classifies=True, saved=True)
         return ExportSource(model, model.preparation, classifier, [])
     if support is None and options.steps is not None:
-        raise BilevelError(f"--steps {options.steps} is for a classifier; add --support labelled/, or leave it out.")
+        raise BilevelError(
+            f"--steps {options.steps} is for a classifier; add --support labelled/, or leave --steps out."
+        )
     model = trained(spec, options.batch_norm)
     _check(model.learner, spec, classifies=support is not None)
     preparation = replace(model.preparation, clean=options.clean, invert=options.invert)
     if support is None:
         return ExportSource(model, preparation, None, [])
-    found = _user_pictures.find(support, None)
-    found, labelled, _, notes = _user_pictures.read(found, preparation, options.strict)
-    return ExportSource(model, preparation, adapted(model, labelled.images, found.labels(), options.steps), notes)
+    files = _user_pictures.find(support, None)
+    files, labelled, _, notes = _user_pictures.read(files, preparation, options.strict)
+    return ExportSource(model, preparation, adapted(model, labelled.images, files.labels(), options.steps), notes)
 
 
-def _check(learner: Learner, spec: str, *, classifies: bool, kept: bool = False) -> None:
-    """Refuse what cannot be exported, before any work."""
+def _check(learner: Learner, spec: str, *, classifies: bool, saved: bool = False) -> None:
+    """Refuse a learner that cannot be exported, before any work."""
     if not learner.representation.names:
-        raise BilevelError(f"{spec} is a learner {learner.name}, which has no network to export.")
+        raise BilevelError(f"{spec} is a learner {learner.name}, which has no network to export. Pass another model.")
     mode, norms = learner.batch_norm, learner.representation.norms
     if norms and mode == "episode":
-        why = f"Batch norm `episode` is {MEANING['episode']}: the answer about a picture depends on the others."
+        why = f"Batch norm `episode` is {MEANING['episode']}: a prediction depends on the other pictures."
         if "support" not in learner.batch_norm_modes:
-            raise BilevelError(f"{why} {learner.name} has no other mode, so it cannot be exported; use it in Python.")
+            raise BilevelError(f"{why} {learner.name} has no other mode, so it cannot be exported. Use it in Python.")
         again = "Save it again: bilevel classify … --batch-norm support --save FILE.safetensors"
-        raise BilevelError(f"{why} {again if kept else 'Write --batch-norm support --support labelled/'}.")
+        raise BilevelError(f"{why} {again if saved else 'Write --batch-norm support --support labelled/'}.")
     if classifies and not learner.linear:
-        more = " Leave --support out to export the representation" if not kept else " Export the run itself"
-        alone = f"{more}, if it was trained with --batch-norm running." if norms else f"{more}."
+        advice = " Export the run itself" if saved else " Leave --support out to export the representation"
+        condition = ", if it was trained with --batch-norm running" if norms else ""
         raise BilevelError(
             f"The classifier of {learner.name} is not the representation with a linear head, so it cannot be "
-            f"exported.{alone}"
+            f"exported.{advice}{condition}."
         )
     if norms and mode == "support" and not classifies:
         raise BilevelError(
-            f"The batch norms of {spec} normalise by labelled pictures (mode `support`), and there are none. Write "
-            "--support labelled/, or export a model that was trained with --batch-norm running."
+            f"The batch norms of {spec} use statistics of labelled pictures (mode `support`), and there are none. "
+            "Write --support labelled/, or export a model that was trained with --batch-norm running."
         )
 
 
 def write(source: ExportSource, to: str, file: Path, card: Path) -> dict[str, Any]:
-    """Export, compare with the library, and only then write the file and its card; the card's contents."""
+    """Export, compare with the library, then write the file and its card. Returns the contents of the card."""
     module, images = ExportedModule(source), _pictures(source)
     names = list(OUTPUTS) if source.classifier is not None else ["features"]
     with _quiet():
         program = torch.export.export(module, (images[:2],), dynamic_shapes=BATCH)
-        for node in program.graph.nodes:  # they name the folders of this machine
+        for node in program.graph.nodes:  # stack traces contain paths of this machine
             node.meta.pop("stack_trace", None)
         if to == "onnx":
-            checks = {f"torch {torch.__version__}": _of_torch(program, names)}
+            runtimes = {f"torch {torch.__version__}": _of_torch(program, names)}
             contents = _onnx(program, names)
             if extras.installed("onnxruntime"):
-                checks[f"onnxruntime {version('onnxruntime')}"] = _of_onnx(contents, names)
+                runtimes[f"onnxruntime {version('onnxruntime')}"] = _of_onnx(contents, names)
         else:
             stream = io.BytesIO()
             torch.export.save(program, stream)
             contents = stream.getvalue()
-            checks = {f"torch {torch.__version__}": _of_torch(torch.export.load(io.BytesIO(contents)), names)}
-        found = {name: _differences(source, run, images) for name, run in checks.items()}
-    for runtime, differences in found.items():
-        for name, difference in differences.items():
+            runtimes = {f"torch {torch.__version__}": _of_torch(torch.export.load(io.BytesIO(contents)), names)}
+        differences = {name: _differences(source, run, images) for name, run in runtimes.items()}
+    for runtime, by_output in differences.items():
+        for name, difference in by_output.items():
             if not difference <= TOLERANCE:
                 raise BilevelError(
                     f"Nothing was written: with {runtime}, {name} differ from this library's by {difference:.2g}, and "
-                    f"{TOLERANCE:g} is allowed. Please report this, with the model."
+                    f"{TOLERANCE:g} is allowed. Please report this as a bug, and attach the model."
                 )
-    facts = _card(source, to, file, module, images, found)
+    facts = _card(source, to, file, module, images, differences)
     write_bytes(file, contents)
     write_json(card, facts)
     return facts
 
 
 def _pictures(source: ExportSource) -> Tensor:
-    """Random and labelled pictures, with which the file is checked."""
+    """The random and labelled pictures of the comparison."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(RANDOM, *source.learner.shape, generator=generator, dtype=torch.float32)
-    known = [] if source.classifier is None else [source.classifier.support[:LABELLED].cpu().float()]
-    return torch.cat([images, *known])
+    labelled = [] if source.classifier is None else [source.classifier.support[:LABELLED].cpu().float()]
+    return torch.cat([images, *labelled])
 
 
 def _of_torch(program: torch.export.ExportedProgram, names: list[str]) -> Callable[[Tensor], Outputs]:
@@ -261,26 +264,26 @@ def _of_onnx(contents: bytes, names: list[str]) -> Callable[[Tensor], Outputs]:
     session = runtime.InferenceSession(contents, providers=["CPUExecutionProvider"])
 
     def run(images: Tensor) -> Outputs:
-        found = session.run(names, {INPUT: images.numpy()})
-        return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
+        outputs = session.run(names, {INPUT: images.numpy()})
+        return {name: torch.from_numpy(value) for name, value in zip(names, outputs, strict=True)}
 
     return run
 
 
 def _differences(source: ExportSource, run: Callable[[Tensor], Outputs], images: Tensor) -> dict[str, float]:
-    """The largest difference of every output, for all pictures together and for one alone."""
+    """The largest difference of every output, for a batch of all pictures and for a batch of one."""
     largest: dict[str, float] = {}
     for part in (images, images[:1]):
-        found, expected = run(part), source.outputs(part)
+        outputs, expected = run(part), source.outputs(part)
         for name, value in expected.items():
-            error = (found[name].double() - value.cpu().double()).abs().max() / value.abs().max().clamp(min=1).cpu()
+            error = (outputs[name].double() - value.cpu().double()).abs().max() / value.abs().max().clamp(min=1).cpu()
             largest[name] = float(torch.maximum(error, error.new_tensor(largest.get(name, 0.0))))  # keeps a NaN
     return largest
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about its own parts and about packages that are not needed here."""
+    """Hide torch's warnings about its own code and about optional packages."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -298,9 +301,9 @@ def _card(
     file: Path,
     module: ExportedModule,
     images: Tensor,
-    found: dict[str, dict[str, float]],
+    differences: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """What goes in and out of the file, and what it was made of."""
+    """The inputs and outputs of the file, how pictures are prepared, and which model it was made from."""
     learner, classifier, settings = source.learner, source.classifier, source.model.settings
     mode = learner.batch_norm if learner.representation.norms else None
     shapes = {name: list(value.shape[1:]) for name, value in source.outputs(images[:1]).items()}
@@ -332,24 +335,30 @@ def _card(
         "steps": classifier.steps if classifier is not None and learner.has_steps else None,
         "batch_norm": mode,
         "batch_norm_meaning": None if mode is None else MEANING[mode],
-        "checked": {"pictures": len(images), "tolerance": TOLERANCE, "largest_differences": found},
+        "checked": {"pictures": len(images), "tolerance": TOLERANCE, "largest_differences": differences},
         "weights": sum(p.numel() for p in module.parameters()),
         "commit": commit(),
     }
 
 
 def summary(facts: dict[str, Any]) -> list[str]:
-    """The card in a few lines."""
+    """The card as a few lines of text."""
     what = "Representation" if facts["classes"] is None else f"Classifier of {len(facts['classes'])} classes"
     lines = [f"{what} of {facts['model']}, {facts['format']}."]
-    for way, part in [("in", facts["input"]), *(("out", one) for one in facts["outputs"])]:
-        lines.append(f"{way}: {part['name']}, {'×'.join(map(str, part['shape']))} {part['dtype']}: {part['meaning']}")
+    for direction, part in [("in", facts["input"]), *(("out", output) for output in facts["outputs"])]:
+        lines.append(
+            f"{direction}: {part['name']}, {'×'.join(map(str, part['shape']))} {part['dtype']}: {part['meaning']}"
+        )
     if facts["batch_norm"] is not None:
         lines.append(f"Batch norm: {facts['batch_norm']}, {facts['batch_norm_meaning']}.")
     checked = facts["checked"]
     for runtime, differences in checked["largest_differences"].items():
         worst = max(differences.values())
-        lines.append(f"Compared with this library by {runtime}, {checked['pictures']} pictures: {worst:.1e} at most.")
+        lines.append(
+            f"Largest difference from this library, run by {runtime} on {checked['pictures']} pictures: {worst:.1e}."
+        )
     if facts["format"] == "ONNX" and len(checked["largest_differences"]) == 1:
-        lines.append('The ONNX file itself was not run: pip install "bilevel[export]" brings onnxruntime.')
+        lines.append(
+            'The ONNX file was not run, because onnxruntime is missing: pip install "bilevel[export]" installs it.'
+        )
     return lines

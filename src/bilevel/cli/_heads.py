@@ -1,4 +1,4 @@
-"""What `bilevel heads` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel heads`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bilevel.learners.features import HEADS, CachedFeatures, FeatureTrial, adapt
 def compare(
     file: Path, names: tuple[str, ...], ways: int, shots: int, queries: int, episodes: int, seed: int
 ) -> dict[str, Any]:
-    """Accuracies of heads on the same episodes, in JSON's types."""
+    """The accuracies of the heads, all on the same episodes, as JSON types."""
     cached = CachedFeatures.load(file)
     trial = FeatureTrial(ways, shots, queries, episodes, seed)
     scores = trial.compare(cached, names or HEADS)
@@ -27,27 +27,27 @@ def compare(
         name: {"accuracy": final.accuracy, "interval": final.interval, "steps": final.steps}
         for name, final in scores.items()
     }
-    about = {"features": list(cached.features.shape), "classes": len(set(cached.known))}
-    return {**about, "ways": ways, "shots": shots, "queries": queries, "episodes": episodes, "heads": lines}
+    data = {"features": list(cached.features.shape), "classes": len(set(cached.known))}
+    return {**data, "ways": ways, "shots": shots, "queries": queries, "episodes": episodes, "heads": lines}
 
 
 def classify(labelled: Path, new: Path, name: str, out: Path | None) -> dict[str, Any]:
-    """Answers about new features, in JSON's types; also as CSV."""
-    known, asked = CachedFeatures.load(labelled), CachedFeatures.load(new)
-    head = adapt(known, name)
-    classes = [str(one) for one in head.classifier.classes]
-    rows = head.predict_proba(asked).tolist()
-    said = [classes[max(range(len(row)), key=row.__getitem__)] for row in rows]
-    result: dict[str, Any] = {"learner": name, "classes": classes, "predictions": said, "probabilities": rows}
-    if asked.labels is not None:
-        right = sum(one == true for one, true in zip(said, asked.labels, strict=True))
-        result |= {"right": right, "accuracy": right / len(said)}
+    """The predictions for new features, as JSON types; also written to `out` as CSV."""
+    queries = CachedFeatures.load(new)
+    head = adapt(CachedFeatures.load(labelled), name)
+    classes = [str(label) for label in head.classifier.classes]
+    rows = head.predict_proba(queries).tolist()
+    predictions = [classes[max(range(len(row)), key=row.__getitem__)] for row in rows]
+    result: dict[str, Any] = {"learner": name, "classes": classes, "predictions": predictions, "probabilities": rows}
+    if queries.labels is not None:
+        right = sum(answer == true for answer, true in zip(predictions, queries.labels, strict=True))
+        result |= {"right": right, "accuracy": right / len(predictions)}
     if out is not None:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["row", "prediction", *(f"p({one})" for one in classes)])
-        for number, (one, row) in enumerate(zip(said, rows, strict=True)):
-            writer.writerow([number, _as_text(one), *(f"{p:.6f}" for p in row)])
+        writer.writerow(["row", "prediction", *(f"p({label})" for label in classes)])
+        for number, (answer, row) in enumerate(zip(predictions, rows, strict=True)):
+            writer.writerow([number, _as_text(answer), *(f"{p:.6f}" for p in row)])
         write_bytes(out, text.getvalue().encode())
     return result
 
@@ -66,7 +66,8 @@ def show_scores(result: dict[str, Any]) -> None:
     rows, columns = result["features"]
     typer.echo(
         f"{rows} rows of {columns} features, {result['classes']} classes; {result['ways']}-way {result['shots']}-shot, "
-        f"{result['queries']} queries a class, {result['episodes']} episodes of classes that did not choose anything."
+        f"{result['queries']} queries a class. The {result['episodes']} episodes are of classes that "
+        "did not choose the centre or T."
     )
 
 

@@ -1,4 +1,4 @@
-"""How a result is shown on the terminal."""
+"""Printing results on the terminal."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 
 def console(width: int = 120) -> Console:
-    """Standard output. A pipe or a log file has no width of its own, and rich would fold a table to 80 columns."""
+    """A rich console on standard output. `width` is for pipes and files, for which rich would use 80 columns."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width, highlight=False)
 
 
 def check_writable(file: Path, name: str) -> None:
-    """Refuse a file that cannot be written, before any work; `name` is what the message calls it."""
+    """Refuse a file that cannot be written, before any work. `name` is its name in the message."""
     if file.is_dir() or not file.absolute().parent.is_dir():
         why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}"
-        raise BilevelError(f"{name} cannot be written: {why}.")
+        raise BilevelError(f"{name} cannot be written: {why}. Pass another file.")
 
 
 def show(result: ExperimentResult, record: ExperimentRecord) -> None:
-    """The table, the choices behind it, and where everything was written."""
+    """Print the tables, the notes and choices, and the files that were written."""
     out = console()
     for table in result.tables:
         out.print(as_rich(table))
@@ -41,7 +41,7 @@ def show(result: ExperimentResult, record: ExperimentRecord) -> None:
     for name, text in result.choices.items():
         out.print(f"  {name}: {text}", markup=False)
     out.print()
-    # Paths are printed without folding, so that they can be copied.
+    # Paths are printed without line breaks, so that they can be copied.
     for label, file in [
         *(("picture", picture) for picture in result.pictures),
         ("table", "table.md"),
@@ -54,7 +54,7 @@ def show(result: ExperimentResult, record: ExperimentRecord) -> None:
 
 
 def as_rich(table: TextTable, bold: int | None = None) -> RichTable:
-    """The table without its columns of prose, which are in table.md; one row may be bold."""
+    """The table for rich, without its columns of prose, which are in table.md. Row `bold` is printed in bold."""
     from rich import box
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -62,7 +62,7 @@ def as_rich(table: TextTable, bold: int | None = None) -> RichTable:
     shown = [index for index, column in enumerate(table.columns) if column not in table.prose]
     drawn = RichTable(title=Text(table.title), box=box.SIMPLE_HEAD, title_justify="left")
     for index in shown:
-        # A row's name stays whole, unless it is a sentence.
+        # The name of a row is not broken, unless it is a sentence.
         first = min(24, max((len(row[index]) for row in table.rows), default=0)) if index == 0 else None
         drawn.add_column(Text(table.columns[index]), justify="left" if index == 0 else "right", min_width=first)
     for place, row in enumerate(table.rows):
@@ -75,6 +75,6 @@ def _duration(minutes: float) -> str:
 
 
 def printable(name: str) -> str:
-    """A text from outside, such as the name of a file, with what no terminal or JSON can show written out."""
+    """A text such as the name of a file, with escapes for letters that a terminal or JSON cannot show."""
     shown = name.encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)

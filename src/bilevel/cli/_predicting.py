@@ -19,25 +19,27 @@ from bilevel.tabular.reading import DataTable, read_table
 from bilevel.tabular.scores import measures, table_score
 from bilevel.tabular.values import labels_of, numbers_of
 
-# How a table is written, by the ending of its name; others are CSV.
+# The pandas method that writes a table, by the suffix of the file. Other suffixes are CSV.
 WRITERS = {".parquet": "to_parquet", ".pq": "to_parquet", ".xlsx": "to_excel"}
 
 
 def predict(
     model_path: Path, data: Path, out: Path | None, reading: dict[str, Any], *, proba: bool, only: bool
 ) -> tuple[dict[str, Any], str]:
-    """Predict every row and write the file, if there is one to write; the result as plain data, and as CSV."""
+    """Predict every row, and write the file if `out` is given. Returns the result as JSON types, and as CSV text."""
     check_out(data, out)
     model = load(model_path)
     if proba and not model.classes:
-        raise BilevelError(f"--proba needs a model of classes; {model_path} predicts the number {model.target!r}.")
+        raise BilevelError(
+            f"--proba needs a model of classes, and {model_path} predicts the number {model.target!r}. Leave it out."
+        )
     table = read_table(data, **reading)
-    found = model.predict(table.frame, str(data))
-    score, notes = tested(model, table, found)
-    result: dict[str, Any] = {"predictions": found.values, "score": score, "notes": [*found.notes, *notes]}
-    columns = {"prediction": found.values}
-    if proba and found.probabilities is not None:
-        result["probabilities"] = dict(zip(model.classes, found.probabilities.T.tolist(), strict=True))
+    predictions = model.predict(table.frame, str(data))
+    score, notes = tested(model, table, predictions)
+    result: dict[str, Any] = {"predictions": predictions.values, "score": score, "notes": [*predictions.notes, *notes]}
+    columns = {"prediction": predictions.values}
+    if proba and predictions.probabilities is not None:
+        result["probabilities"] = dict(zip(model.classes, predictions.probabilities.T.tolist(), strict=True))
         columns |= {f"probability_{name}": values for name, values in result["probabilities"].items()}
     writer = WRITERS.get(out.suffix.lower()) if out is not None else None
     frame = with_columns(table, columns, only, reading, as_text=writer is None)
@@ -54,39 +56,44 @@ def predict(
 
 
 def check_out(data: Path, out: Path | None) -> None:
-    """Refuse a file that cannot be written, or that is the input, before any work."""
+    """Refuse an output file that cannot be written, or that is the input, before any work."""
     if out is None:
         return
     check_writable(out, f"--out {out}")
     if out.exists() and data.exists() and out.samefile(data):
-        raise BilevelError(f"--out {out} is the table itself, which is never written over; pass another file.")
+        raise BilevelError(f"--out {out} is the table itself, which is never overwritten; pass another file.")
 
 
-def tested(model: TableModel, table: DataTable, found: TablePredictions) -> tuple[dict[str, Any], list[str]]:
-    """The errors on rows whose target is known, as numbers and as notes."""
+def tested(model: TableModel, table: DataTable, predictions: TablePredictions) -> tuple[dict[str, Any], list[str]]:
+    """The errors on rows whose target is known, as numbers and as sentences."""
     name, classes = model.target, model.classes
     if name not in table.columns:
         return {}, []
     truth = (labels_of if classes else numbers_of)(table.frame[name])
     known = np.isin(truth, classes) if classes else np.isfinite(truth)
-    known &= np.array([value is not None for value in found.values])
+    known &= np.array([value is not None for value in predictions.values])
     if not known.any():
         return {}, [f"{table.path} has the target {name!r}, but no value of it that the model could have predicted."]
-    predicted = np.array(found.values, dtype=object) if found.probabilities is None else found.probabilities
+    probabilities = predictions.probabilities
+    predicted = np.array(predictions.values, dtype=object) if probabilities is None else probabilities
     score = table_score(truth[known], predicted[known].astype(float), classes=classes)
     rows, others = int(known.sum()), int((~known).sum())
-    notes = [f"{others} of {len(known)} rows have no {name!r} or no prediction and do not count."] if others else []
+    notes = (
+        [f"{others} of {len(known)} rows have no {name!r} or no prediction and are not included in the errors."]
+        if others
+        else []
+    )
     seen = table.sha256 == model.facts.get("sha256")
     warning = " The model was tuned on this file, so the errors are too small." if seen else ""
-    said = ", ".join(f"{word} {score[key]:.4g}" for key, word in measures(classes).items())
-    notes.append(f"Errors on {rows:,} rows with {name!r}: {said}.{warning}")
+    errors = ", ".join(f"{word} {score[key]:.4g}" for key, word in measures(classes).items())
+    notes.append(f"Errors on {rows:,} rows with {name!r}: {errors}.{warning}")
     return {**score, "rows": rows}, notes
 
 
 def with_columns(
     table: DataTable, columns: dict[str, list[Any]], only: bool, reading: dict[str, Any], as_text: bool
 ) -> Any:
-    """The rows of the table, as text as they are written in a CSV file, and the new columns."""
+    """The rows of the table with the new columns. With `as_text`, the values are as they are written in a CSV file."""
     pandas = extras.load("pandas", extra="table", purpose="Writing a table")
     added = pandas.DataFrame({name: pandas.Series(values, dtype=object) for name, values in columns.items()})
     added = added if as_text else added.infer_objects()
@@ -96,6 +103,6 @@ def with_columns(
         raise BilevelError(
             f"{table.path} has a column {taken[0]!r} already; rename it, or write --only for the predictions alone."
         )
-    # Read again as text: 1.50 stays 1.50.
+    # A CSV file is read again as text, so that 1.50 stays 1.50.
     frame = read_table(table.path, **reading, as_text=True).frame if as_text and table.kind == "CSV" else table.frame
     return pandas.concat([frame, added], axis=1)

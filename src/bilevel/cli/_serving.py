@@ -1,4 +1,4 @@
-"""What `bilevel app` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel app`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from bilevel.data.files import read_file
 from bilevel.data.folder import class_files
 from bilevel.data.pictures import UnreadablePicture
 from bilevel.errors import BilevelError
-from bilevel.learners.recognition import kept_classifier
+from bilevel.learners.recognition import saved_classifier
 
 
 def desk(spec: str | None, support: Path | None, threads: int | None) -> tuple[Desk, list[str]]:
-    """What the page begins with, and a sentence for every picture that cannot be read."""
+    """The desk at the start of the page, and a sentence for every picture that cannot be read."""
     if threads is not None:
         torch.set_num_threads(threads)
-    kept = None if spec is None else kept_classifier(spec)
-    if kept is not None and support is not None:
-        raise BilevelError(f"{spec} has labelled pictures of its own; leave --support out.")
+    saved = None if spec is None else saved_classifier(spec)
+    if saved is not None and support is not None:
+        raise BilevelError(f"{spec} is a saved classifier with its own labelled pictures. Leave --support out.")
     if support is not None and not support.is_dir():
         raise BilevelError(
-            f"--support {support} is no folder; pass one that holds a folder of pictures for each class."
+            f"--support {support} is not a folder; pass one that has a folder of pictures for each class."
         )
-    made = Desk(AUTOMATIC if spec is None or kept is not None else spec)
-    if kept is not None:
-        made.keep(*kept)
-    return made, [] if support is None else _teach(made, support)
+    new = Desk(AUTOMATIC if spec is None or saved is not None else spec)
+    if saved is not None:
+        new.keep(*saved)
+    return new, [] if support is None else _add_classes(new, support)
 
 
-def _teach(made: Desk, support: Path) -> list[str]:
+def _add_classes(new: Desk, support: Path) -> list[str]:
+    """Add the pictures of a folder to the desk. Returns a sentence for every picture that cannot be read."""
     notes = []
     for name, files in class_files(support).items():
         number: int | None = None
         for file in files:
             try:
                 if number is None:
-                    number = made.add_class(name, read_file(file), file.name)
+                    number = new.add_class(name, read_file(file), file.name)
                 else:
-                    made.add_picture(number, read_file(file), file.name)
+                    new.add_picture(number, read_file(file), file.name)
             except UnreadablePicture as error:
                 notes.append(f"Note: {error}")
     return notes
 
 
-def serve(made: Desk, port: int | None, show: bool) -> None:
-    """Serve the page until Ctrl-C, which is how it ends."""
+def serve(desk: Desk, port: int | None, show: bool) -> None:
+    """Serve the page until Ctrl-C."""
     opened = listen(port)
-    made.state()  # loads the model, so that the page is there at once
+    desk.state()  # loads the model, so that the page appears without delay
 
     def ready(address: str) -> None:
         typer.echo(f"The page is at {address}   (Ctrl-C ends it)")
@@ -61,5 +62,5 @@ def serve(made: Desk, port: int | None, show: bool) -> None:
             webbrowser.open(address)
 
     with opened, suppress(KeyboardInterrupt):
-        PageServer(made, opened, ready).run()
+        PageServer(desk, opened, ready).run()
     typer.echo("Stopped. Nothing was written.")

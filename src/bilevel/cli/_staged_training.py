@@ -1,4 +1,4 @@
-"""What `bilevel train` does with a recipe; kept in its own module so that --help does not import torch."""
+"""The work of `bilevel train` for a recipe. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from bilevel.learners.settings import TrainingSettings
 from bilevel.training.folder import RunFolder, differences
 from bilevel.training.stopping import EarlyStopping
 
+# The file in the folder of a recipe that describes the training of all stages.
 CARD = "card.json"
 
 
 def run_recipe(recipe: Recipe, path: Path, *, resume: bool, command: str, **common: Any) -> int:
-    """Run the stages one after the other, from the first that is not finished; the exit code of the last that ran."""
-    _enter(recipe, path, resume)
+    """Run the stages in their order, from the first that is not finished. Returns the exit code of the last one."""
+    _begin_or_resume(recipe, path, resume)
     say: Callable[[str], None] = typer.echo if distributed.writes() else lambda message: None
     say(f"A training in {len(recipe.stages)} stages:\n{describe(recipe)}")
     for folder, (name, settings) in zip(recipe.folders(), recipe.stages.items(), strict=True):
@@ -33,20 +34,25 @@ def run_recipe(recipe: Recipe, path: Path, *, resume: bool, command: str, **comm
             say(f"Stage {folder} is finished.")
             continue
         say(f"Stage {folder}:")
-        said = f"{command}   (stage {name})"
-        begun = RunFolder(stage).exists()
-        code = run(settings, None, stage, resume=begun, command=said, **common)
+        code = run(
+            settings,
+            None,
+            stage,
+            resume=RunFolder(stage).exists(),
+            command=f"{command}   (stage {name})",
+            **common,
+        )
         if code:
-            go_on = f"bilevel train --resume --out {shlex.quote(str(path))}"
-            typer.echo(f"Stopped in stage {folder}. Go on with: {go_on}", err=True)
+            again = f"bilevel train --resume --out {shlex.quote(str(path))}"
+            typer.echo(f"Stopped in stage {folder}. Continue with: {again}", err=True)
             return code
     if distributed.writes():
         _write_card(path)
     return 0
 
 
-def _enter(recipe: Recipe, path: Path, resume: bool) -> None:
-    """Write the recipe down, or make sure that the one in the folder is this one."""
+def _begin_or_resume(recipe: Recipe, path: Path, resume: bool) -> None:
+    """Write the recipe to the folder, or check that the recipe in it is the same."""
     if not distributed.writes():
         return
     if not is_recipe(path):
@@ -60,12 +66,15 @@ def _enter(recipe: Recipe, path: Path, resume: bool) -> None:
     before = Recipe.read(path)
     wrong = [] if list(before.stages) == list(recipe.stages) else ["the names of the stages"]
     for name in before.stages.keys() & recipe.stages.keys():
-        there, here = before.stages[name], recipe.stages[name]
-        lines = differences(there.plain(), here.plain(), here.free_on_resume)
+        old, new = before.stages[name], recipe.stages[name]
+        lines = differences(old.plain(), new.plain(), new.free_on_resume)
         wrong += [f"stage {name}, {line}" for line in lines]
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
-        raise BilevelError(f"The training in {path} has another recipe, so it cannot be continued:\n{listed}")
+        raise BilevelError(
+            f"The training in {path} has another recipe, so it cannot be continued with this one:\n{listed}\n"
+            f"Choose another folder with --out DIR."
+        )
     write_json(path / FILE, recipe.plain(), sealed=True)
 
 
@@ -80,8 +89,8 @@ def _finished(stage: Path, settings: TrainingSettings) -> bool:
 
 
 def _write_card(path: Path) -> None:
-    """One card for all stages."""
-    found = library.find(str(path))
-    stages: list[dict[str, Any]] = found.stages
-    write_json(path / CARD, {"stages": stages, "data": found.card.get("data"), "curve": found.card.get("curve")})
-    typer.echo(f"All stages are finished; {path / CARD} tells how each was trained. Next: bilevel evaluate {path}")
+    """Write one card for all stages."""
+    model = library.find(str(path))
+    stages: list[dict[str, Any]] = model.stages
+    write_json(path / CARD, {"stages": stages, "data": model.card.get("data"), "curve": model.card.get("curve")})
+    typer.echo(f"All stages are finished. {path / CARD} describes the training. Next: bilevel evaluate {path}")

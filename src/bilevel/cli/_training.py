@@ -1,4 +1,4 @@
-"""What `bilevel train` does. Kept in its own module so that `--help` does not import torch."""
+"""The work of `bilevel train`. Kept in its own module so that `--help` does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from bilevel import distributed
 from bilevel.learners.presets import PRESETS, for_learner
-from bilevel.learners.runs import enter, schedule
+from bilevel.learners.runs import begin_or_resume, schedule
 from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
 from bilevel.learners.streams import open_data
 from bilevel.learners.training import FewShotTraining, duration
@@ -35,7 +35,7 @@ def run(
 ) -> int:
     """Train, and return the exit code; `deadline` is when to save and stop, on the clock of `time.monotonic`."""
     folder = RunFolder(path)
-    # Another number of threads rounds differently, so a run goes on with its own.
+    # Another number of threads may change rounding, so a resumed run uses the same number.
     threads = threads or (folder.config().get("threads") if resume else None)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -44,14 +44,16 @@ def run(
             job = FewShotTraining(settings, open_data(settings, data_root), world, path)
             if world.writes:
                 stack.enter_context(folder.locked())
-                enter(folder, job, command, preset=preset, resume=resume, warn=_warn)
+                begin_or_resume(folder, job, command, preset=preset, resume=resume, warn=_warn)
         training = Run(job, folder, schedule(job.settings), world, report=_warn)
         try:
             if world.writes:
                 _announce(folder, job, training.iteration)
             ending = training.go(progress=sys.stderr.isatty(), deadline=deadline)
         except KeyboardInterrupt:
-            _warn(f"Stopped at once. Go on from what was saved with: bilevel train --resume --out {folder.path}")
+            _warn(
+                f"Stopped at once. Continue from the last checkpoint with: bilevel train --resume --out {folder.path}"
+            )
             return 130
         if world.writes:
             _conclude(ending, folder, job)
@@ -59,10 +61,10 @@ def run(
 
 
 def _announce(folder: RunFolder, job: FewShotTraining, done: int) -> None:
-    """Say everything that is about to happen."""
+    """Print the settings, the estimated time and memory, and the folder."""
     settings = job.settings
     preset = folder.config()["preset"]
-    usual = for_learner(PRESETS[preset] if preset else TrainingSettings(), settings.learner).plain()
+    defaults = for_learner(PRESETS[preset] if preset else TrainingSettings(), settings.learner).plain()
     typer.echo(f"bilevel train {preset or ''}".rstrip())
     typer.echo(f"  {job.data.describe()}")
     for note in job.data.notes:
@@ -71,10 +73,10 @@ def _announce(folder: RunFolder, job: FewShotTraining, done: int) -> None:
     unused = LEARNER_FIELDS - own.keys() - learner.also_uses
     for name, value in settings.plain().items():
         if name not in unused and name != "options":
-            changed = "" if usual[name] == value else f"   (not {usual[name]})"
+            changed = "" if defaults[name] == value else f"   (not {defaults[name]})"
             typer.echo(f"  {name} = {value}{changed}")
     for name, value in own.items():
-        if name not in usual:
+        if name not in defaults:
             typer.echo(f"  {name} = {value}")
     inner = learner.inner_size(settings.ways)
     each = f", w has {inner:,} for each episode" if inner else ""
@@ -82,7 +84,7 @@ def _announce(folder: RunFolder, job: FewShotTraining, done: int) -> None:
     if learner.has_batch_norm:
         typer.echo(f"  batch norm: {learner.batch_norm}, {MEANING[learner.batch_norm]}")
     if not learner.trains:
-        typer.echo(f"  {learner.name} learns nothing, so the run ends after its first validation")
+        typer.echo(f"  {learner.name} has nothing to train, so the run ends after its first validation")
     processes = f", {job.world.size} processes" if job.world.size > 1 else ""
     typer.echo(f"  {torch.get_num_threads()} threads{processes}")
     if done:
@@ -101,7 +103,7 @@ def _conclude(ending: Ending, folder: RunFolder, job: FewShotTraining) -> None:
             f"({job.settings.validation_episodes} episodes{job.learner.describe()})."
         )
     if ending.outcome.kind == "interrupted":
-        typer.echo(f"Everything is saved. Go on with: bilevel train --resume --out {folder.path}")
+        typer.echo(f"Everything is saved. Continue with: bilevel train --resume --out {folder.path}")
     else:
         typer.echo(f"Next: bilevel evaluate {folder.path}")
 

@@ -22,12 +22,12 @@ from bilevel.experiments.records import machine, plain, staging
 from bilevel.progress import heartbeat
 from bilevel.report.table_page import fixed, four, render
 from bilevel.tabular.effects import effects_csv
+from bilevel.tabular.formatting import counted
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.results import chart_points, features_csv, result_record
 from bilevel.tabular.scores import measures
 from bilevel.tabular.settings import TuneSettings
 from bilevel.tabular.study import TableStudy, tune
-from bilevel.tabular.words import counted
 
 FILES = {
     "model": "model.safetensors",
@@ -36,7 +36,7 @@ FILES = {
     "page": "page.html",
     "picture": "picture.png",
 }
-LARGEST = 10  # features that are listed
+LARGEST = 10  # how many features are listed
 
 
 def run(
@@ -49,10 +49,10 @@ def run(
     threads: int | None,
     quiet: bool,
 ) -> dict[str, Any]:
-    """Tune, write everything to the folder, and return the record."""
+    """Tune, write all files to the folder, and return the contents of result.json."""
     for name in FILES.values():
         if (folder / name).exists() and data.exists() and (folder / name).samefile(data):
-            raise BilevelError(f"{data} would be written over by {folder / name}; pass another --out DIR.")
+            raise BilevelError(f"{data} would be overwritten by {folder / name}; pass another --out DIR.")
     if (folder / FILES["numbers"]).exists() and not force:
         raise BilevelError(f"{folder} holds a finished result. Write --force to replace it, or another --out DIR.")
     if threads is not None:
@@ -69,7 +69,7 @@ def run(
 
 
 def write(study: TableStudy, scratch: Path, began: float) -> dict[str, Any]:
-    """Write all files of a result, and return the record."""
+    """Write all files of a result, and return the contents of result.json."""
     record = plain(
         {
             **result_record(study),

@@ -20,21 +20,25 @@ def command(
     ] = None,
     support: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Begin with these labelled pictures: a folder of pictures for each class."),
+        typer.Option(
+            metavar="DIR", help="Begin with these labelled pictures: a folder with one folder of pictures per class."
+        ),
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Of the page; 8642 if not given, or a free one if that is taken."),
+        typer.Option(
+            min=0, max=65535, help="The port of the page; if not given, 8642, or a free one if that is in use."
+        ),
     ] = None,
     show: Annotated[bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")] = True,
     threads: THREADS = None,
 ) -> None:
-    """Open a local page that learns what you draw or drop.
+    """Open a local page that learns classes from pictures that you draw or drop.
 
-    You draw or drop pictures of a few classes, and new ones are recognised at once.
+    Draw or drop a few pictures of each class, and new pictures are recognised at once.
 
-    The page is served to this computer only, needs no network, and writes nothing; a classifier is saved where you
-    choose to. Ctrl-C ends it.
+    Only this computer can open the page. It needs no network and writes no files, unless you save the classifier.
+    Ctrl-C ends it.
     """
     from bilevel.cli import _serving
 

@@ -1,4 +1,4 @@
-"""`bilevel calibrate RUN`: probabilities that mean what they say, for several numbers of classes and examples."""
+"""`bilevel calibrate RUN`: calibrated probabilities, for several numbers of classes and examples."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from bilevel.cli.train import DATA_ROOT, THREADS
 
 def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or a saved learner.")],
-    episodes: Annotated[int, typer.Option(min=2, help="Episodes on each of the two splits, for every shape.")] = 100,
+    episodes: Annotated[
+        int, typer.Option(min=2, help="Episodes of each split, for every number of classes and examples.")
+    ] = 100,
     batch_norm: Annotated[
-        str | None, typer.Option(help="The mode in which it will be used, if not the one that classify uses.")
+        str | None,
+        typer.Option(
+            help="The batch norm mode in which the model will be used; that of `bilevel classify` if not given."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the episodes; the run's own if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of the episodes; the run's own if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     data_root: DATA_ROOT = None,
     threads: THREADS = None,
@@ -25,8 +30,8 @@ def command(
 
     Temperatures and thresholds of "none of these" are fitted on meta-validation and measured on meta-test.
 
-    They are kept in the run's folder or in the saved learner's card, where `bilevel classify` finds them. Weights and
-    scores stay as they are.
+    They are saved in the run's folder or in the saved learner's card, where `bilevel classify` finds them. Weights and
+    scores are not changed.
     """
     from bilevel.cli._calibrating import calibrate, show
 

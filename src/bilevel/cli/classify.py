@@ -1,4 +1,4 @@
-"""`bilevel classify RUN`: a few labelled pictures of each class in, predictions for new pictures out."""
+"""`bilevel classify RUN`: predictions for new pictures, from a few labelled pictures of each class."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def command(
         Path,
         typer.Option(
             metavar="DIR",
-            help="The new pictures: a folder, searched at any depth, or one file. Where it has folders named like the "
-            "classes, the accuracy is reported too.",
+            help="The new pictures: a folder, searched at any depth, or one file. If it has folders named like the "
+            "classes, the accuracy is printed too.",
         ),
     ],
     run: Annotated[
@@ -33,23 +33,23 @@ def command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="A folder with one folder of pictures per class; any numbers of them. Not needed for a classifier "
-            "that --save wrote.",
+            help="A folder with one folder of pictures per class, with any number of pictures. Not needed for a "
+            "classifier that --save wrote.",
         ),
     ] = None,
     save: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.safetensors",
-            help="Keep the classifier, with the labelled pictures as the model sees them: bilevel classify "
-            "FILE.safetensors --query new/ uses it.",
+            help="Save the classifier, with the labelled pictures as the model sees them. Use it with: bilevel "
+            "classify FILE.safetensors --query new/.",
         ),
     ] = None,
     none: Annotated[
         float | None,
-        typer.Option(metavar="RATE", help='Say "none of these" with this false-alarm rate, 0.05 for example.'),
+        typer.Option(metavar="RATE", help='Predict "none of these" with this false-alarm rate, for example 0.05.'),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many classes the table names for each picture.")] = 2,
+    top: Annotated[int, typer.Option(min=1, help="How many classes the table shows for each picture.")] = 2,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all probabilities as CSV.")] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the labelled pictures and the predictions.")
@@ -60,8 +60,8 @@ def command(
         bool | None,
         typer.Option(
             "--invert/--no-invert",
-            help="Whether to swap light and dark. If not given: models of drawings (light ink on black) swap pictures "
-            "whose ink is darker than the paper.",
+            help="Whether to swap light and dark. If not given: for models of drawings (light ink on black), pictures "
+            "whose ink is darker than the paper are swapped.",
             show_default=False,
         ),
     ] = None,
@@ -70,7 +70,7 @@ def command(
         typer.Option(
             "--clean/--no-clean",
             help="For models of drawings: even out the paper, crop to the ink where it is small or far from the "
-            "middle, and draw thin or thick strokes with the model's pen. --picture shows both versions.",
+            "middle, and redraw thin or thick strokes. --picture shows both versions.",
         ),
     ] = True,
     strict: Annotated[
@@ -80,30 +80,30 @@ def command(
         str | None,
         typer.Option(
             help="episode, support or running. If not given: support, also for models trained with episode, so that a "
-            "prediction does not depend on which other pictures are asked about."
+            "prediction does not depend on the other new pictures."
         ),
     ] = None,
     threads: THREADS = None,
 ) -> None:
     """Classify new pictures by a few labelled ones.
 
-    A representation that was trained before makes a few pictures enough.
+    The representation is trained already, so a few labelled pictures of each class are enough.
 
-    The classes are yours and need not be those of the training. Pictures of any size and kind are converted to what the
-    model takes, and what was done is said. Probabilities are calibrated where `bilevel evaluate` has calibrated the
-    model, on its meta-validation; pictures of another kind than the training's may need another temperature.
+    The classes are yours and need not be those of the training. Pictures of any size and kind are converted to inputs
+    of the model, and the conversions are printed. Probabilities are calibrated if `bilevel evaluate` has calibrated the
+    model on its meta-validation. Pictures of another kind than those of the training may need another temperature.
 
     Batch norm: a model trained with `episode` normalises a query set by its own statistics. With few queries, or
-    queries of few classes, these are poor, so `support` is used here. For how much that is with a given model, compare
-    bilevel evaluate RUN --queries 1 with the same and --batch-norm support.
+    queries of few classes, these are poor, so `support` is used here. To measure the difference for a model, compare
+    bilevel evaluate RUN --queries 1 with and without --batch-norm support.
     """
     for file in (csv, picture, save):
         if file is not None:
             check_writable(file, str(file))
     if picture is not None and picture.suffix.lower() != ".png":
-        raise BilevelError(f"--picture {picture} is drawn as PNG; give it a name that ends in .png.")
+        raise BilevelError(f"--picture {picture} must have a name that ends in .png, because it is written as PNG.")
     if save is not None and save.suffix != ".safetensors":
-        raise BilevelError(f"--save {save} is a safetensors file; give it a name that ends in .safetensors.")
+        raise BilevelError(f"--save {save} must have a name that ends in .safetensors, because that is its format.")
 
     from bilevel.cli import _classification
 

@@ -1,4 +1,4 @@
-"""`bilevel data`: what data there is, whether it is sound, and getting it ready."""
+"""`bilevel data`: list, verify, prepare and download data sets."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ ACTIONS = ("list", "verify", "prepare", "download")
 def command(
     action: Annotated[str, typer.Argument(help="list, verify, prepare or download.")] = "list",
     names: Annotated[
-        list[str] | None, typer.Argument(help="Data sets, or paths of folders of class folders.", metavar="[NAME]...")
+        list[str] | None,
+        typer.Argument(help="Data sets, or paths of folders with one folder per class.", metavar="[NAME]..."),
     ] = None,
     root: Annotated[
         Path | None,
-        typer.Option("--data-root", metavar="DIR", help="Where the files are. BILEVEL_DATA does the same."),
+        typer.Option("--data-root", metavar="DIR", help="The folder of the files; or set BILEVEL_DATA."),
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option("--image-size", min=1, help="Bring a folder's images to so many pixels per side."),
+        typer.Option("--image-size", min=1, help="Scale a folder's images to this number of pixels per side."),
     ] = None,
 ) -> None:
     """List, verify, prepare or download data sets.
 
-    `list` says which are there. `verify` reads every file again. `prepare` decodes once, so that training starts at
-    once. `download` fetches Omniglot.
+    `list` prints which data sets are there. `verify` reads and checks every file. `prepare` decodes the images and
+    caches them, so that a training starts at once. `download` downloads Omniglot.
     """
     if action not in ACTIONS:
-        raise BilevelError(f"bilevel data {action} is unknown; write bilevel data {' | '.join(ACTIONS)}.")
+        raise BilevelError(f"There is no action {action!r}; write bilevel data {' | '.join(ACTIONS)}.")
     from bilevel.data import find, places
 
     where = places.data_root(root)
@@ -45,8 +46,8 @@ def command(
         _list(where)
         return
     if not names:
-        known = ", ".join(name for name in find() if name != "folder")
-        raise BilevelError(f"bilevel data {action} needs the name of a data set ({known}) or of a folder.")
+        listed = ", ".join(name for name in find() if name != "folder")
+        raise BilevelError(f"bilevel data {action} needs the name of a data set ({listed}) or the path of a folder.")
     for name in names:
         typer.echo(_do(action, name, where, {} if size is None else {"size": size}))
 
@@ -55,13 +56,13 @@ def _do(action: str, name: str, where: Path, settings: dict[str, Any]) -> str:
     from bilevel.data.base import source
     from bilevel.data.cache import Workspace, report_bar
 
-    wanted = source(name, settings)
+    data_source = source(name, settings)
     if action == "download":
-        return "\n".join(f"{name}: {path}" for path in wanted.fetch(where))
+        return "\n".join(f"{name}: {path}" for path in data_source.fetch(where))
     if action == "verify":
         with report_bar(f"verifying {name}", None) as report:
-            return f"{name}: {wanted.check(where, Workspace(report))}."
-    data = wanted.load(where)
+            return f"{name}: {data_source.check(where, Workspace(report))}."
+    data = data_source.load(where)
     return "\n".join([data.describe(), *(f"  {note}" for note in data.notes)])
 
 

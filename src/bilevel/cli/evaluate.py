@@ -1,4 +1,4 @@
-"""`bilevel evaluate RUN`: how good a trained representation is on classes it has never seen."""
+"""`bilevel evaluate RUN`: the accuracy of a trained model on classes that it has never seen."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from bilevel.experiments.overrides import pairs
 
 def command(
     run: Annotated[str, typer.Argument(help="The folder of a run, or zoo:NAME.")],
-    episodes: Annotated[int, typer.Option(min=2, help="Episodes on each of the two splits.")] = 600,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes of meta-validation, and of meta-test.")] = 600,
     steps: Annotated[str, typer.Option(metavar="FROM-TO", help="Numbers of inner steps T to try.")] = "1-20",
     ways: Annotated[int | None, typer.Option(min=2, help="Classes in an episode; the run's if not given.")] = None,
-    shots: Annotated[int | None, typer.Option(min=1, help="Support images of each class; the same.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=1, help="Support images of each class; the run's if not given.")
+    ] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="Queries of each class; the run's if not given.")] = None,
     batch_norm: Annotated[
-        str | None, typer.Option(help="episode or support: judge it with other statistics than it was trained with.")
+        str | None, typer.Option(help="episode or support: the batch norm mode; that of the training if not given.")
     ] = None,
     mirror: Annotated[
         bool | None,
-        typer.Option("--mirror/--no-mirror", help="Take the mean features of a picture and its mirror image, or not."),
+        typer.Option(
+            "--mirror/--no-mirror", help="Whether to use the mean features of a picture and its mirror image."
+        ),
     ] = None,
     learner: Annotated[
-        str | None, typer.Option(help="Judge the model's network under another learner, ridge-head for example.")
+        str | None, typer.Option(help="Evaluate the model's network with another learner, for example ridge-head.")
     ] = None,
     change: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of --learner; may be repeated."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the episodes; the run's own if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of the episodes; the run's own if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     save: Annotated[
         Path | None,
@@ -43,9 +47,9 @@ def command(
     data_root: DATA_ROOT = None,
     threads: THREADS = None,
 ) -> None:
-    """Judge a trained model on classes that it has never seen.
+    """Evaluate a trained model on classes that it has never seen.
 
-    Accuracy with its 95 % interval for every T on meta-validation; the best T is then judged once on meta-test.
+    It prints the accuracy with its 95 % interval on meta-validation for every T, and on meta-test for the best T.
     """
     first, last = _range(steps)
 
@@ -53,7 +57,7 @@ def command(
 
     given = {"ways": ways, "shots": shots, "queries": queries}
     if change and learner is None:
-        raise BilevelError(f"--set {change[0]} is for --learner NAME; `bilevel list learners` names them.")
+        raise BilevelError(f"--set {change[0]} needs --learner NAME; `bilevel list learners` lists the names.")
     changes = {name: number for name, number in given.items() if number is not None}
     result = evaluate(
         run,
@@ -88,5 +92,7 @@ def _range(text: str) -> tuple[int, int]:
     except ValueError:
         low, high = 0, 0
     if not 1 <= low <= high:
-        raise BilevelError(f"--steps {text} is not a range of inner steps; write --steps 1-20, or --steps 5.")
+        raise BilevelError(
+            f"--steps {text} is not a range of numbers of inner steps; write --steps 1-20, or --steps 5."
+        )
     return low, high

@@ -1,4 +1,4 @@
-"""`bilevel export RUN --to onnx`: a trained network, or a classifier made with it, for other programs."""
+"""`bilevel export RUN --to onnx`: write a trained network, or a classifier, for other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bilevel.errors import BilevelError
 
 
 class ExportFormat(str, Enum):
-    """The formats, as `--to` names them."""
+    """The values of `--to`."""
 
     onnx = "onnx"
     torch = "torch"
@@ -66,15 +66,15 @@ def command(
     """Write a trained network as ONNX or as a file of torch.export.
 
     The file maps prepared pictures to features. With --support, or for a classifier that `bilevel classify --save`
-    wrote, it also gives the logits and the probabilities of the classes. FILE.json beside it says what goes in and out,
-    and how pictures are prepared. Before anything is written, the outputs are compared with those of this library, to
-    1e-4: ONNX with onnxruntime where that is installed, torch.export always.
+    wrote, it also returns the logits and the probabilities of the classes. FILE.json describes the inputs and outputs,
+    and how pictures are prepared. Before anything is written, the outputs are compared with those of this library, with
+    a tolerance of 1e-4: ONNX with onnxruntime if that is installed, torch.export always.
     """
     ending = ENDINGS[to]
     name = Path(run.rpartition(":")[2]).resolve().name.removesuffix(".safetensors").removesuffix(".json")
     file = out or Path(f"{name}{ending}")
     if file.suffix != ending:
-        raise BilevelError(f"--out {file} is not named after its format; give it a name that ends in {ending}.")
+        raise BilevelError(f"--out {file} must have a name that ends in {ending}, because of --to {to.value}.")
     card = file.with_name(f"{file.name}.json")
     for path in (file, card):
         check_writable(path, str(path))

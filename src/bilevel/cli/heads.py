@@ -15,39 +15,39 @@ from bilevel.errors import BilevelError
 
 def command(
     features: Annotated[
-        Path, typer.Option(metavar="FILE.npz", help="The arrays `features` (rows × numbers) and `labels`.")
+        Path, typer.Option(metavar="FILE.npz", help="A file with the arrays `features` (N×F) and `labels` (N).")
     ],
     query: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.npz", help="Classify these `features` by the labelled ones, instead of comparing."),
+        typer.Option(metavar="FILE.npz", help="Classify the `features` of this file, instead of comparing heads."),
     ] = None,
     learner: Annotated[
         list[str] | None,
         typer.Option(
-            help="A head; may be repeated when heads are compared. All if not given; with --query, ridge-head."
+            help="A head; may be repeated to compare several. If not given, all heads, or ridge-head with --query."
         ),
     ] = None,
     ways: Annotated[int, typer.Option(min=2, help="Classes in an episode.")] = 5,
     shots: Annotated[int, typer.Option(min=1, help="Labelled rows of each class.")] = 1,
     queries: Annotated[int, typer.Option(min=1, help="Rows of each class to classify.")] = 15,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes to choose T, and as many to test.")] = 600,
-    seed: Annotated[int, typer.Option(min=0, help="Of the episodes and of the halves of classes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of the episodes and of the halves of classes.")] = 0,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="With --query: write all probabilities.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
     threads: THREADS = None,
 ) -> None:
     """Compare few-shot heads on features of any network.
 
-    With --query, a head classifies new features. Without it, episodes are drawn from the labelled features: half of
-    the classes choose the centre of the features and T, and the accuracy is that on the others. Write the file
-    with np.savez(path, features=…, labels=…).
+    With --query, a head classifies new features. Without it, heads are compared on episodes of the labelled features:
+    half of the classes are used to compute the centre of the features and to choose T, the others to measure the
+    accuracy. Write the file with np.savez(path, features=…, labels=…).
     """
     if csv is not None:
         if query is None:
-            raise BilevelError("--csv is for the answers about --query; pass the new features too.")
+            raise BilevelError(f"--csv {csv} is for the predictions of --query; pass --query too.")
         check_writable(csv, f"--csv {csv}")
     if query is not None and learner is not None and len(learner) > 1:
-        raise BilevelError(f"--query takes one head, and {len(learner)} were named; pass one --learner.")
+        raise BilevelError(f"--query uses one head, and {len(learner)} were given; pass one --learner.")
 
     from bilevel.cli import _heads
 
@@ -59,5 +59,5 @@ def command(
         result = _heads.compare(features, tuple(learner or ()), ways, shots, queries, episodes, seed)
         typer.echo(json.dumps(result, indent=1)) if as_json else _heads.show_scores(result)
         return
-    found = _heads.classify(features, query, learner[0] if learner else "ridge-head", csv)
-    typer.echo(json.dumps(found, indent=1)) if as_json else _heads.show_answers(found)
+    predicted = _heads.classify(features, query, learner[0] if learner else "ridge-head", csv)
+    typer.echo(json.dumps(predicted, indent=1)) if as_json else _heads.show_answers(predicted)

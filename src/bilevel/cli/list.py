@@ -1,4 +1,4 @@
-"""`bilevel list`: what there is to run, and what the rooms of the library hold."""
+"""`bilevel list`: the experiments, and the classes of a part of the library."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def command(
         str, typer.Argument(help=f"experiments, {', '.join(ROOMS)}, or the name of an experiment for its settings.")
     ] = "experiments",
 ) -> None:
-    """List what there is to run.
+    """List the experiments, or the methods, learners, … of the library.
 
-    The experiments and where they stand in the paper; or, when asked, what a room of the library holds.
+    For experiments it prints their table or figure in the paper; for the name of an experiment, its settings.
     """
     if what == "experiments":
-        columns([(found.name, found.paper, found.summary) for found in experiments.find().values()])
+        columns([(listed.name, listed.paper, listed.summary) for listed in experiments.find().values()])
     elif what in ROOMS:
-        # Only here is torch imported: a room's classes are found by importing its files.
-        found = importlib.import_module(ROOMS[what]).find()
-        columns([(name, *_description(kind)) for name, kind in sorted(found.items())])
+        # This imports torch: the classes are found by importing their files.
+        kinds = importlib.import_module(ROOMS[what]).find()
+        columns([(name, *_description(kind)) for name, kind in sorted(kinds.items())])
     elif what in experiments.find():
         _settings(what)
     else:
-        known = ["experiments", *ROOMS, *experiments.find()]
+        legal = ["experiments", *ROOMS, *experiments.find()]
         raise BilevelError(
-            f"There is no list of {what!r}.{experiments.did_you_mean(what, known)} Pass one of: {', '.join(known)}."
+            f"There is no list of {what!r}.{experiments.did_you_mean(what, legal)} Pass one of: {', '.join(legal)}."
         )
 
 
 def _description(kind: type) -> tuple[str, ...]:
-    """The first line of a class; of a learner, its strategy and the first line of its file, which names the paper."""
+    """The first line of a class's docstring; for a learner, its strategy and the first line of its file."""
     strategy = getattr(kind, "strategy", None)
     text = inspect.getdoc(kind) if strategy is None else inspect.getmodule(kind).__doc__
     first = (text or "").partition("\n")[0]
@@ -72,8 +72,7 @@ def _settings(name: str) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print rows with their columns aligned; plain text, because importing a table library would take longer than the
-    listing."""
+    """Print rows with aligned columns, as plain text: importing a library for tables would take too long."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""`bilevel predict MODEL DATA`: predictions of a tuned model for the rows of a table."""
+"""`bilevel predict MODEL DATA`: the predictions of a tuned model for the rows of a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def command(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write there, not on the terminal: Parquet for .parquet, Excel for .xlsx, else CSV."
+            metavar="FILE",
+            help="Write to a file, not to the terminal: Parquet for .parquet, Excel for .xlsx, else CSV.",
         ),
     ] = None,
     proba: Annotated[
@@ -35,9 +36,9 @@ def command(
 ) -> None:
     """Predict a table with a model that `bilevel tune` saved.
 
-    The output is CSV: the rows of DATA as they are and in their order, and a column `prediction` (with --proba, also
-    one for each class). Columns that the model does not know are kept and not used; a missing one is named. If DATA has
-    the target, the errors are printed too. Notes go to standard error, so that the output can be piped.
+    The output is CSV: the unchanged rows of DATA, and a column `prediction` (with --proba, also one for each class).
+    Columns that the model does not use are kept. A missing column is an error that names it. If DATA has the target,
+    the errors of the predictions are printed too. Notes go to standard error, so that the output can be piped.
     """
     given = locals()
     from bilevel.cli import _predicting

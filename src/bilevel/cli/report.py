@@ -16,10 +16,10 @@ def command(
         typer.Argument(
             metavar="[RUN|RESULT …]",
             help="Results of `bilevel run`, runs of `bilevel train`, folders of either at any depth, or zoo:NAME. "
-            "Without any: everything in results/ and runs/, and in docs/results/ where there is no results/.",
+            "If not given: everything in results/ and runs/, and in docs/results/ if there is no results/.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file of the page.")] = Path("report.html"),
     episodes: Annotated[int, typer.Option(min=0, help="Meta-test episodes to show of every model.")] = 3,
     title: Annotated[str, typer.Option(help="The heading of the page.")] = "",
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser when it is written.")] = False,
@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Write one self-contained HTML page about results and trainings.
 
-    It holds the tables beside the paper's numbers, curves, test episodes with their answers, filters, certificates and
-    configurations, and needs no network to be viewed. A file that cannot be read is left out, with a note.
+    It has the tables with the paper's numbers, curves, test episodes with predictions, filters, certificates and
+    configurations. No network is needed to view it. A file that cannot be read is left out, with a note on the page.
     """
     from bilevel.report.page import write
 

@@ -17,7 +17,7 @@ from bilevel.experiments.overrides import pairs
 def command(
     name: Annotated[str, typer.Argument(help="An experiment, as `bilevel list` prints it.")],
     quick: Annotated[
-        bool, typer.Option("--quick", help="The small form: a first look in seconds instead of the full run.")
+        bool, typer.Option("--quick", help="Run the experiment with smaller settings, in about a minute.")
     ] = False,
     change: Annotated[
         list[str] | None,
@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Reproduce a table or figure of the paper.
 
-    Its numbers, its table beside the paper's numbers, and its pictures are written to DIR/NAME/.
+    The numbers, a table with the paper's numbers, and pictures are written to DIR/NAME/.
     """
     if data_root is not None:
         os.environ["BILEVEL_DATA"] = str(data_root)

@@ -1,4 +1,4 @@
-"""`bilevel runs`: the trainings in a folder, how far each has come, and how good it is."""
+"""`bilevel runs`: the trainings in a folder, with their progress and scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bilevel.learners import ZOO
 from bilevel.learners.settings import TrainingSettings
 from bilevel.training.log import read_metrics
 
-# Nothing here imports torch: what is shown stands in JSON files.
+# The columns of the table. This module does not import torch; it reads JSON files.
 HEADER = (
     "run",
     "task",
@@ -34,14 +34,17 @@ HEADER = (
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Where to look, at any depth.", metavar="[DIR]")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="The folder with the runs, at any depth.", metavar="[DIR]")] = Path(
+        "runs"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
 ) -> None:
     """List trainings and the models of the package.
 
-    Each is shown with its best meta-validation accuracy.
+    Trainings are listed with their best meta-validation accuracy, models with their meta-test accuracy.
 
-    A state is running, finished, stopped (continue it with `bilevel train --resume --out RUN`), or what is wrong.
+    The state of a training is running, finished, finished early, stopped (continue it with `bilevel train --resume
+    --out RUN`), or damaged, with the reason.
     """
     if folder.exists() and not folder.is_dir():
         raise BilevelError(f"{folder} is a file; pass the folder that holds the runs.")
@@ -63,18 +66,18 @@ def command(
 
 
 def find(folder: Path) -> list[Path]:
-    """The folders of runs, each known by its config.json; a run holds no other runs."""
-    found = []
-    for place, folders, names in os.walk(folder):
+    """The folders of runs: those with a config.json. Folders inside of a run are not searched."""
+    runs = []
+    for path, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if "config.json" in names:
-            found.append(Path(place))
+            runs.append(Path(path))
             folders.clear()
-    return sorted(found)
+    return sorted(runs)
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the files of a run say. A damaged run says so in its state, and does not keep others from being read."""
+    """A run as JSON types. If its files are damaged, its state says so, and no error is raised."""
     run: dict[str, Any] = {"run": str(path), "changed": _changed(path)}
     try:
         return run | _described(path)
@@ -87,17 +90,17 @@ def _described(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("settings"), dict):
         raise BilevelError("config.json is not the configuration of a run")
     settings = TrainingSettings.of(config["settings"])
-    known = ("dataset", "ways", "shots", "iterations", "batch_norm", "steps", "patience")
-    if lost := [name for name in known if name not in config["settings"]]:
-        raise BilevelError(f"config.json has no {lost[0]!r}")
-    run = {"preset": config.get("preset"), **{name: getattr(settings, name) for name in (*known, "learner")}}
+    needed = ("dataset", "ways", "shots", "iterations", "batch_norm", "steps", "patience")
+    if missing := [name for name in needed if name not in config["settings"]]:
+        raise BilevelError(f"config.json has no {missing[0]!r}")
+    run = {"preset": config.get("preset"), **{name: getattr(settings, name) for name in (*needed, "learner")}}
     learner = config.get("learner")
-    # A card of version 0.1 names no learner, and the learner has all these settings.
+    # A config.json of version 0.1 names no learner; then the settings of the training are those of the learner.
     if isinstance(learner, dict) and learner.get("name"):
         run |= {name: learner.get(name) for name in ("batch_norm", "steps")}
     lines = read_metrics(path, lambda sentence: typer.echo(f"Note: {sentence}", err=True))
     scores = [(line["score"], line["iteration"], line.get("interval")) for line in lines if "score" in line]
-    # The first of equals, as training keeps it.
+    # The first one if several are equal, as in training.
     best: Any = max(scores, key=lambda line: (line[0], -line[1]), default=(None, None, None))
     run["accuracy"], run["best_iteration"], run["interval"] = best
     run["done"] = max((line["iteration"] for line in lines), default=0)
@@ -121,7 +124,7 @@ def _state(path: Path, run: dict[str, Any], waited: int) -> str:
 
 
 def _locked(lock: Path) -> bool:
-    """Whether a process holds the lock. It is taken for an instant, and only where it exists, so nothing is created."""
+    """Whether a process holds the lock. An existing lock file is locked and released at once; none is created."""
     if not lock.exists():
         return False
     filelock = extras.load("filelock", extra="learn", purpose="bilevel runs")
@@ -130,12 +133,12 @@ def _locked(lock: Path) -> bool:
             return False
     except filelock.Timeout:
         return True
-    except OSError:  # another user's folder: whoever may not lock cannot tell
+    except OSError:  # without the right to lock the file of another user, the answer is unknown
         return False
 
 
 def _damage(file: Path) -> str:
-    """What is wrong with a file of weights; its length and header are looked at, and not its checksum."""
+    """What is wrong with a file of weights, judged by its length and header; the checksum is not computed."""
     if not file.exists():
         return ""
     safetensors = extras.load("safetensors", extra="learn", purpose="bilevel runs")
@@ -147,7 +150,7 @@ def _damage(file: Path) -> str:
 
 
 def _changed(path: Path) -> float:
-    """When something was last written: seconds since 1970."""
+    """The time of the last change of a file, in seconds since 1970."""
     files = ("metrics.jsonl", "last.safetensors", "best.safetensors", "config.json")
     return max((path / name).stat().st_mtime for name in files if (path / name).exists())
 

@@ -1,4 +1,4 @@
-"""`bilevel train PRESET`: learn a representation for few-shot classification."""
+"""`bilevel train PRESET`: train a few-shot learner."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from bilevel.learners.presets import PRESETS, RECIPES, for_learner, preset
 from bilevel.learners.recipes import Recipe, is_recipe
 from bilevel.learners.settings import TrainingSettings
 
-# Settings of the pictures, which every learner has.
+# Settings of the pictures, which do not depend on the learner.
 SHARED_INPUT = {"image_size", "channels", "prepare"}
-DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the data are. BILEVEL_DATA does the same.")]
-THREADS = Annotated[int | None, typer.Option(min=1, help="Threads of each process; torch's choice if not given.")]
+DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data; or set BILEVEL_DATA.")]
+THREADS = Annotated[int | None, typer.Option(min=1, help="The threads of each process; torch's default if not given.")]
 
 
 def command(**options: Any) -> None:
     """Train a few-shot learner.
 
-    The default is hyper-representations, by Algorithm 1 of the paper.
+    By default it learns a hyper-representation by Algorithm 1 of the paper.
 
-    PRESET names one of the paper's experiments, or one in stages; options change it, or describe a training of your
-    own, as does a file with --config. --learner takes another strategy on the same episodes, and --set changes the
-    settings that only it has. The run goes to a folder with its configuration, metrics, weights and checkpoints. Ctrl-C
-    saves and stops, as do a closed terminal and --hours, and --resume goes on bit for bit. For several processes:
-    torchrun --nproc-per-node 2 -m bilevel train PRESET.
+    PRESET is one of the paper's experiments, or a training in stages. Options change the preset, or describe a training
+    of your own, as does a file with --config. --learner selects another strategy on the same episodes, and --set sets
+    what only this learner has. The folder of the run gets its configuration, metrics, weights and checkpoints.
+    Ctrl-C, a closed terminal and the end of --hours save and stop; --resume continues with the same result, bit for
+    bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
     """
     name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
     data_root, threads, file = options.pop("data_root"), options.pop("threads"), options.pop("recipe")
@@ -46,7 +46,9 @@ def command(**options: Any) -> None:
     given = {key: value for key, value in options.items() if value is not None}
     if config is not None:
         if name is not None or file is not None:
-            raise BilevelError(f"--config {config} says what to do already; leave {name or f'--recipe {file}'} out.")
+            raise BilevelError(
+                f"--config {config} describes the training already; leave {name or f'--recipe {file}'} out."
+            )
         if {"stage", "stages"} & read_table(config).keys():
             file = config
         else:
@@ -60,17 +62,17 @@ def command(**options: Any) -> None:
         if given.get(key) and Path(given[key]).is_dir():
             given[key] = str(Path(given[key]).resolve())  # so that the run can be used from anywhere
     if written := config or file:
-        # The configuration of a run is called like that of any other.
+        # The configurations of all runs have the same name, so the folder gives the name of the new run.
         default = written.resolve().parent.name if written.name in ("config.json", "recipe.json") else written.stem
     else:
         default = name or Path(given.get("dataset", "custom")).resolve().name
     folder = out or Path("runs") / default
     if resume and not ((folder / "config.json").exists() or is_recipe(folder)):
-        raise BilevelError(f"{folder} holds no run that --resume could continue. Leave --resume out to begin one.")
+        raise BilevelError(f"{folder} has no run that --resume could continue. Leave --resume out to begin one.")
     recipe = _recipe(name, file, given, folder if resume else None)
     if recipe is not None and own:
         raise BilevelError(
-            f"--set {next(iter(own))} is for a training in one stage; a recipe's file can set `options`."
+            f"--set {next(iter(own))} is for a training in one stage. Set `options` in the file of the recipe instead."
         )
     common: dict[str, Any] = {
         "resume": resume,
@@ -91,7 +93,7 @@ def command(**options: Any) -> None:
 
 
 def _deadline(hours: float | None) -> float:
-    """When the time budget ends, on the clock of `time.monotonic`."""
+    """The end of the time budget, on the clock of `time.monotonic`."""
     if hours is None:
         return math.inf
     if not hours > 0:
@@ -100,9 +102,9 @@ def _deadline(hours: float | None) -> float:
 
 
 def _recipe(name: str | None, file: Path | None, given: dict[str, Any], resumed: Path | None) -> Recipe | None:
-    """The stages that are asked for, if it is stages, with changes to all of them."""
+    """The recipe of a training in stages, with changes to all stages; None for a training in one stage."""
     if file is not None and name is not None:
-        raise BilevelError(f"Both the preset {name} and the recipe {file} say what to do; pass one of them.")
+        raise BilevelError(f"The preset {name} and --recipe {file} both describe a training; pass one of them.")
     if file is None and name not in RECIPES and not (resumed is not None and is_recipe(resumed)):
         return None
     if file is not None:
@@ -116,11 +118,11 @@ def _recipe(name: str | None, file: Path | None, given: dict[str, Any], resumed:
 
 
 def _settings(name: str | None, given: dict[str, Any], own: dict[str, str], resumed: Path | None) -> TrainingSettings:
-    """A preset with changes; or the defaults with changes; or, when a run is continued and nothing is said, its own."""
+    """The settings: those of the preset, of the resumed run, or the defaults; with the given changes."""
     if name is None and not given and not own and resumed is None:
         presets = "\n".join(f"  {known}" for known in [*PRESETS, *RECIPES])
         raise BilevelError(
-            f"Name a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
+            f"Pass a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
         )
     if name is not None:
         base = preset(name)
@@ -135,15 +137,15 @@ def _settings(name: str | None, given: dict[str, Any], own: dict[str, str], resu
     if given.get("initial") and resumed is None and Path(given.get("dataset", base.dataset)).is_dir():
         from bilevel.learners import library
 
-        # The network and the kind of pictures must be those of the weights, so they need not be said.
-        taken = library.find(given["initial"]).settings_of_input()
+        # The network and the kind of pictures must be those of the weights, so they are the defaults.
+        of_weights = library.find(given["initial"]).settings_of_input()
         used = {f.name for f in fields(learners.get(given.get("learner", base.learner)).Options)} | SHARED_INPUT
-        given = {**{key: value for key, value in taken.items() if key in used}, **given}
+        given = {**{key: value for key, value in of_weights.items() if key in used}, **given}
     return with_own_settings(replace(base, **given), own)
 
 
 def with_own_settings(settings: TrainingSettings, own: dict[str, str]) -> TrainingSettings:
-    """The settings with what --set says of those that only their learner has."""
+    """The settings with the values of --set, which are settings that only the learner has."""
     if not own:
         return settings
     kind = learners.get(settings.learner)
@@ -153,7 +155,7 @@ def with_own_settings(settings: TrainingSettings, own: dict[str, str]) -> Traini
         listed = "\n".join(f"  {key}={getattr(kind.Options(), key)}  ({describe(hints[key])})" for key in hints)
         raise BilevelError(
             f"--set {unknown[0]}: {kind.name} has no setting {unknown[0]!r}. "
-            + (f"Beside the options of bilevel train, it has:\n{listed}" if hints else "It has none of its own.")
+            + (f"Its own settings for --set are:\n{listed}" if hints else "It has none of its own.")
         )
     values = {key: _parsed(key, text, hints[key]) for key, text in own.items()}
     return replace(settings, options={**settings.options, **values})
@@ -167,7 +169,7 @@ def _parsed(key: str, text: str, hint: Any) -> Any:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """The options: those of running anything, and one for every setting, with its help."""
+    """The options of the command: those of the run, and one for every field of `TrainingSettings`, with its help."""
     own: dict[str, tuple[Any, Any]] = {
         "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join([*PRESETS, *RECIPES])}.")], None),
         "config": (
@@ -175,7 +177,7 @@ def _parameters() -> list[inspect.Parameter]:
                 Path | None,
                 typer.Option(
                     metavar="FILE",
-                    help="Settings in a TOML, YAML or JSON file; config.json of a run repeats it. Options win over it.",
+                    help="A TOML, YAML or JSON file of settings, such as a config.json of a run. Options override it.",
                 ),
             ],
             None,
@@ -194,7 +196,7 @@ def _parameters() -> list[inspect.Parameter]:
         "hours": (
             Annotated[
                 float | None,
-                typer.Option(help="Save and leave with exit code 75 after so many hours, if the run is not finished."),
+                typer.Option(help="Save and exit with code 75 after this number of hours, if the run is not finished."),
             ],
             None,
         ),

@@ -1,4 +1,4 @@
-"""`bilevel tune DATA --target NAME`: models of a table, tuned and compared with scikit-learn's."""
+"""`bilevel tune DATA --target NAME`: tune models of a table, and compare them with scikit-learn's."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ import typer
 from bilevel.cli.train import THREADS
 
 SEPARATOR = Annotated[
-    str | None, typer.Option(metavar="CHAR", help="Between the fields of a CSV file; guessed if not given. Or: tab.")
+    str | None,
+    typer.Option(metavar="CHAR", help="The separator of the fields of a CSV file, or `tab`; guessed if not given."),
 ]
 DECIMAL = Annotated[str, typer.Option(metavar="CHAR", help="The decimal mark of a CSV file.")]
 THOUSANDS = Annotated[
-    str | None, typer.Option(metavar="CHAR", help="Between the thousands of a CSV file's numbers, as in 1,200.")
+    str | None,
+    typer.Option(metavar="CHAR", help="The separator of thousands in the numbers of a CSV file, as in 1,200."),
 ]
-ENCODING = Annotated[str | None, typer.Option(metavar="NAME", help="Of a CSV file; UTF-8 if not given.")]
+ENCODING = Annotated[str | None, typer.Option(metavar="NAME", help="The encoding of a CSV file; UTF-8 if not given.")]
 SHEET = Annotated[str | None, typer.Option(metavar="NAME", help="The sheet of an Excel workbook, if it has several.")]
 READING = ("separator", "decimal", "thousands", "encoding", "sheet")
 
 
 def command(
     data: Annotated[
-        Path, typer.Argument(metavar="DATA", help="A table with a header: CSV, also with gzip, Parquet or Excel.")
+        Path,
+        typer.Argument(metavar="DATA", help="A table with a header: CSV (also compressed by gzip), Parquet or Excel."),
     ],
     target: Annotated[str, typer.Option(metavar="NAME", help="The column to predict.")],
     model: Annotated[
         str | None,
         typer.Option(
             metavar="additive|ridge|elastic-net|logistic",
-            help="Which of our models: curves, categories and pairs; or a linear one. If not given, all that can "
-            "predict the target, and the best is saved.",
+            help="Which of our models: additive (curves, categories and pairs) or a linear one. If not given, all that "
+            "can predict the target are tuned, and the best is saved.",
         ),
     ] = None,
-    classes: Annotated[bool, typer.Option("--classes", help="Numbers in the target are names of classes.")] = False,
+    classes: Annotated[bool, typer.Option("--classes", help="The numbers in the target are names of classes.")] = False,
     penalty: Annotated[
         str | None,
         typer.Option(
             metavar="shared|per-feature|groups",
-            help="One penalty for all features, for each, or for each group. [per-feature, or groups with --group]",
+            help="One penalty for all features, one per feature, or one per group. [per-feature; with --group: groups]",
         ),
     ] = None,
     group: Annotated[
@@ -50,21 +53,31 @@ def command(
             metavar="PATTERN=NAME|FILE|prefix|columns",
             help="Features that share a penalty: columns whose names match a pattern with * (may be repeated), a CSV "
             'file with the columns `column` and `group`, a JSON file {"group": ["column", …]}, `prefix` for names that '
-            "agree up to the first _ - or ., or `columns` for the indicators of a column together.",
+            "are equal up to the first _ - or ., or `columns` for all indicators of one column.",
         ),
     ] = None,
     groups: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A column of labels: rows with one label are never split, such as a person."),
+        typer.Option(
+            metavar="NAME", help="A column of labels, such as a person: rows with the same label are in the same fold."
+        ),
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A column of dates or numbers: models are tested on later rows only."),
+        typer.Option(
+            metavar="NAME",
+            help="A column of dates or numbers: models are only tested on later rows than those of the training.",
+        ),
     ] = None,
-    cv: Annotated[int, typer.Option(metavar="K", help="Folds, of the comparison and of the tuning inside it.")] = 5,
-    repeats: Annotated[int, typer.Option(metavar="N", help="How often the folds are drawn, if time allows.")] = 4,
+    cv: Annotated[int, typer.Option(metavar="K", help="The number of folds, of the comparison and of the tuning.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="How often the folds are drawn, if --minutes allows it.")
+    ] = 4,
     minutes: Annotated[
-        float, typer.Option(help="About how long the comparison may take; the first round of folds is always finished.")
+        float,
+        typer.Option(
+            help="About how many minutes the comparison may take. The first round of folds is always finished."
+        ),
     ] = 2.0,
     seed: Annotated[int, typer.Option(help="Seed of the folds.")] = 0,
     drop: Annotated[
@@ -79,17 +92,17 @@ def command(
         str,
         typer.Option(
             metavar="error|median|drop",
-            help="Empty fields: refuse them, fill them in (the training rows' median, or commonest value of text), or "
-            "leave their rows out.",
+            help="Empty fields: refuse them, fill them (with the median of the training rows, or the most frequent "
+            "text), or leave out their rows.",
         ),
     ] = "error",
     weights: Annotated[str | None, typer.Option(metavar="NAME", help="A column of sample weights.")] = None,
     l1_ratio: Annotated[
-        float | None, typer.Option(help="Share of the absolute values in the elastic net's penalty. [0.5]")
+        float | None, typer.Option(help="The share of the L1 penalty in the elastic net. [0.5]")
     ] = None,
-    max_iter: Annotated[int, typer.Option(min=1, help="Hyperiterations at most.")] = 100,
+    max_iter: Annotated[int, typer.Option(min=1, help="The largest number of hyperiterations.")] = 100,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The results go there; results/tune-DATA if not given.")
+        Path | None, typer.Option(metavar="DIR", help="The folder of the results; results/tune-DATA if not given.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a finished result in DIR.")] = False,
     separator: SEPARATOR = None,
@@ -102,13 +115,13 @@ def command(
 ) -> None:
     """Tune models of a table, and compare them with others.
 
-    Repeated cross-validation compares them with scikit-learn's, and the best of ours is saved.
+    Repeated cross-validation compares our models with scikit-learn's. The best of ours is saved.
 
-    All models see the same rows, features and folds: ours, with penalties tuned by hypergradients, and RidgeCV,
-    LassoCV, ElasticNetCV or LogisticRegressionCV, a random forest and gradient boosting. The model with the least error
-    is recommended, also if it is not ours. DIR gets model.safetensors, for `bilevel predict DIR new.csv`, table.csv
-    with the coefficients or terms and their penalties, result.json, page.html and a picture, with the curves of an
-    additive model. DATA is only read.
+    All models use the same rows, features and folds: ours, with penalties tuned by hypergradients, and RidgeCV,
+    LassoCV, ElasticNetCV or LogisticRegressionCV, a random forest and gradient boosting. The model with the smallest
+    error is recommended, even if it is not ours. The folder gets model.safetensors, for `bilevel predict DIR new.csv`;
+    table.csv with the coefficients or terms and their penalties; result.json; page.html; and a picture, with the curves
+    of an additive model. DATA is not changed.
     """
     given = locals()
     from bilevel.cli import _tuning

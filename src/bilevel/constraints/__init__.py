@@ -17,7 +17,7 @@ def find() -> dict[str, type[Constraint]]:
 
 
 def as_constraint(constraint: Any) -> Constraint | None:
-    """A `Constraint` as it is, a tree of constraints as a `PerLeaf`, None as None."""
+    """`constraint` as a `Constraint`: a tree of constraints becomes a `PerLeaf`, None stays None."""
     if constraint is None or isinstance(constraint, Constraint):
         return constraint
     if isinstance(constraint, (dict, list, tuple)):

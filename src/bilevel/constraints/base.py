@@ -26,10 +26,10 @@ class Constraint(ABC):
         """argmin over Λ of ‖· − λ‖."""
 
     def support(self, direction: Tree) -> Tensor:
-        """sup ⟨direction, u⟩ over Λ, which duality gaps are made of."""
+        """The support function of Λ: sup ⟨direction, u⟩ over u in Λ. Duality gaps are computed from it."""
         raise BilevelError(
-            f"{type(self).__name__} has no known support function, so that the duality gap over it is unknown. Stop by "
-            "Until(…, tol=…), or give the constraint a method support(direction)."
+            f"{type(self).__name__} has no support function, and the duality gap cannot be computed without it. "
+            "Stop by Until(…, tol=…), or give the constraint a method support(direction)."
         )
 
     @classmethod

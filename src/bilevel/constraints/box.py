@@ -21,7 +21,7 @@ class Box(Constraint):
 
     Args:
         low: a number, a tensor that broadcasts, or a tree like λ.
-        high: likewise; infinities leave a side open.
+        high: likewise. An infinite bound is no bound.
 
     >>> Box(-1, 1).project(torch.tensor([-3.0, 0.5]))
     tensor([-1.0000,  0.5000])
@@ -46,13 +46,15 @@ class Box(Constraint):
             return lam.clamp(self.low, self.high)
         leaves, spec = trees.flatten(lam)
         lows, highs = _bounds(self.low, lam), _bounds(self.high, lam)
-        moved = [leaf.clamp(as_like(a, leaf), as_like(b, leaf)) for leaf, a, b in zip(leaves, lows, highs, strict=True)]
-        if any(new.shape != old.shape for new, old in zip(moved, leaves, strict=True)):
+        clamped = [
+            leaf.clamp(as_like(a, leaf), as_like(b, leaf)) for leaf, a, b in zip(leaves, lows, highs, strict=True)
+        ]
+        if any(new.shape != old.shape for new, old in zip(clamped, leaves, strict=True)):
             raise BilevelError(
                 f"Box has bounds that do not fit λ: they would turn {trees.describe(lam)} into "
-                f"{trees.describe(spec.unflatten(moved))}. Pass numbers, or tensors that broadcast to λ's shapes."
+                f"{trees.describe(spec.unflatten(clamped))}. Pass numbers, or tensors that broadcast to λ's shapes."
             )
-        return spec.unflatten(moved)
+        return spec.unflatten(clamped)
 
     def support(self, direction: Tree) -> Tensor:
         rows = zip(trees.leaves(direction), _bounds(self.low, direction), _bounds(self.high, direction), strict=True)

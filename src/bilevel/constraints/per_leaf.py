@@ -23,7 +23,7 @@ class PerLeaf(Constraint):
     tuple is accepted wherever a constraint is.
     """
 
-    # A dict has no hash.
+    # A dict cannot be hashed.
     parts: Any = field(hash=False)
 
     def project(self, lam: Tree) -> Tree:

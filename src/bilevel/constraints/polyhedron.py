@@ -19,11 +19,12 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class Polyhedron(Constraint):
-    """Λ = {x : G x ≤ h, A x = b}, for x all leaves as one vector.
+    """Λ = {x : G x ≤ h, A x = b}, where x is the vector of all leaves.
 
     The nearest point is found by an active-set method (Lawson and Hanson, 1974, by scipy's `nnls`), and then computed
     from the active rows B, c as x − Bᵀ(B Bᵀ)⁻¹(B x − c), which has derivatives in x and in G, h, A and b. With
-    `Projected` or `FISTA` it makes quadratic programs with inequalities, and any other convex objective over them.
+    the dynamics `Projected` or `FISTA`, the inner problem can be a quadratic program with inequalities, or any other
+    convex objective over this set.
 
     Args:
         G, h: a matrix and a vector; None for no inequality.
@@ -68,7 +69,10 @@ class Polyhedron(Constraint):
         pairs = [(m, v) for m, v in ((self.A, self.b), (self.G, self.h)) if m is not None]
         rows, limits = (torch.cat([part.to(x) for part in column]) for column in zip(*pairs, strict=True))
         if rows.shape[1] != x.numel():
-            raise BilevelError(f"Polyhedron has rows of {rows.shape[1]} numbers, but w or λ has {x.numel()}.")
+            raise BilevelError(
+                f"Polyhedron has rows of {rows.shape[1]} numbers, but w or λ has {x.numel()}. Pass one column "
+                "per number."
+            )
         return rows, limits, 0 if self.A is None else len(self.A)
 
     @classmethod
@@ -86,20 +90,20 @@ class Polyhedron(Constraint):
 def _active_rows(x: Tensor, rows: Tensor, limits: Tensor, equations: int) -> Tensor:
     """The rows that hold with equality at the nearest point and have a positive multiplier, and all equations.
 
-    The least distance u = z − x subject to rows u ≤ limits − rows x is a problem of nonnegative least squares in the
-    multipliers (Lawson and Hanson, chapter 23); an equation is two inequalities.
+    The least distance u = z − x subject to rows u ≤ limits − rows x is a non-negative least squares problem in the
+    multipliers (Lawson and Hanson, chapter 23). An equation is two inequalities.
     """
     matrix, excess = rows.double().cpu().numpy(), (rows @ x - limits).double().cpu().numpy()
     if not equations and bool((excess <= 0).all()):
         return torch.zeros(0, dtype=torch.long, device=x.device)
-    both = np.concatenate([matrix, -matrix[:equations]])
-    beyond = np.concatenate([excess, -excess[:equations]])
-    # min ‖u‖ subject to −both u ≥ beyond.
-    system = np.concatenate([-both.T, beyond[None]])
-    goal = np.zeros(len(system))
-    goal[-1] = 1.0
-    multipliers, left = _nnls()(system, goal)
-    if left <= 1e-10:
+    inequalities = np.concatenate([matrix, -matrix[:equations]])
+    violation = np.concatenate([excess, -excess[:equations]])
+    # min ‖u‖ subject to −inequalities u ≥ violation.
+    system = np.concatenate([-inequalities.T, violation[None]])
+    target = np.zeros(len(system))
+    target[-1] = 1.0
+    multipliers, residual = _nnls()(system, target)
+    if residual <= 1e-10:
         raise BilevelError(
             "Polyhedron is an empty set: no point satisfies all its rows G x ≤ h and A x = b. Relax a limit."
         )

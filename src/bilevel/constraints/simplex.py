@@ -27,8 +27,7 @@ class Simplex(Constraint):
     def __post_init__(self) -> None:
         if not self.total > 0:
             raise BilevelError(
-                f"Simplex(total={self.total}) is an empty set or a single point: weights ≥ 0 cannot add up to it. Pass "
-                "total > 0."
+                f"Simplex(total={self.total}) is an empty set, or the single point 0 if the total is 0. Pass total > 0."
             )
 
     def project(self, lam: Tree) -> Tree:
@@ -36,11 +35,13 @@ class Simplex(Constraint):
 
     def _project(self, x: Tensor) -> Tensor:
         if x.ndim == 0:
-            raise BilevelError("Simplex needs a leaf with at least one axis, but it was given a scalar.")
+            raise BilevelError(
+                "Simplex needs a leaf with at least one axis, but a leaf of λ is a scalar. Pass a vector of weights."
+            )
         descending = x.sort(dim=-1, descending=True).values
         excess = descending.cumsum(-1) - self.total
         rank = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype, device=x.device)
-        # The shift makes the entries up to the largest `active` rank add up to the total; all others become zero.
+        # `active` entries stay positive. After the shift they add up to the total.
         active = (descending * rank > excess).sum(-1, keepdim=True).clamp_min(1)
         shift = excess.gather(-1, active - 1) / active
         return torch.relu(x - shift)

@@ -100,7 +100,7 @@ class Folder(Source):
             if number % 50 == 49 or number + 1 == len(files):
                 work.report(number + 1, len(files))
             try:
-                picture = open_picture(read_file(file), str(file))
+                picture = open_picture(_contents(file), str(file))
                 if how is None:
                     how, first = self._preparation(picture), file
                     images = work.empty((len(files), how.height, how.width, how.channels))
@@ -154,6 +154,14 @@ def split_folders(path: Path) -> list[str]:
             "Put all classes into train/, val/ and test/, or all directly into the folder."
         )
     return held
+
+
+def _contents(file: Path) -> bytes:
+    """A file that cannot be read, a broken link or a FIFO say, is one picture that cannot be read."""
+    try:
+        return read_file(file)
+    except BilevelError as error:
+        raise UnreadablePicture(str(error)) from error
 
 
 def _check_size(picture: Image.Image, file: Path, first: Path, how: Preparation) -> None:

@@ -10,7 +10,8 @@ from torch.nn import Parameter
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics
-from bilevel.engine.process import Process, graph_nodes
+from bilevel.engine.graphs import graph_nodes
+from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 

@@ -16,12 +16,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import gradient
-from bilevel.engine.process import Process, State, graph_nodes
+from bilevel.engine.graphs import graph_nodes
+from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
@@ -35,6 +37,8 @@ ROUNDING = 1e3
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError, ArithmeticError)
 
 Tensors = list[Tensor]
+# The orders that hypergradients do not need.
+HIGHER = {"inner": "third", "outer": "second"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,16 @@ class Precision:
 DOUBLE = Precision(torch.float64, (1e-4, 1e-6, 1e-8), 1e-4)
 # For functions that do not work in double precision.
 SINGLE = Precision(None, (1e-1, 3e-2, 1e-2), 5e-2)
+
+
+class Noise:
+    """Normal numbers like a tensor. torch's own cannot be drawn inside `vmap`."""
+
+    def __init__(self, seed: int) -> None:
+        self.source = np.random.default_rng(seed)
+
+    def __call__(self, like: Tensor) -> Tensor:
+        return torch.as_tensor(self.source.standard_normal(tuple(like.shape))).to(like)
 
 
 @dataclass(frozen=True)
@@ -121,35 +135,52 @@ def check_derivatives(process: Process, state: State, after: State, second: bool
     objectives = Objectives(process, state[0])
     ends = trees.leaves(state[0]), trees.leaves(trees.detach(after[0]))
     if second:
-        _check("inner", objectives, objectives.slope, objectives.loss, ends)
-    _check("outer", objectives, objectives.value, lambda tensors: objectives.value(tensors)[0], ends)
+        compare_with_differences("inner", "second", objectives.slope, objectives.loss, objectives, ends)
+    value = objectives.value
+    compare_with_differences("outer", "first", value, lambda tensors: value(tensors)[0], objectives, ends)
 
 
-def _check(
+# What is differentiated, and the differences of what it is compared with, by objective and order.
+WORDS = {
+    ("inner", "second"): ("its gradient in w", "gradients"),
+    ("outer", "first"): ("it", "values"),
+    ("inner", "third"): ("products with its Hessian", "products"),
+    ("outer", "second"): ("its gradient", "gradients"),
+}
+
+
+def compare_with_differences(
     name: str,
-    objectives: Objectives,
+    order: str,
     function: Callable[[Tensors], Tensors],
     scalar: Callable[[Tensors], Tensor],
+    objectives: Objectives,
     ends: tuple[Tensors, Tensors],
 ) -> None:
-    what, of, order = ("its gradient in w", "gradients", "second ") if name == "inner" else ("it", "values", "")
+    """Refuse an objective if the derivatives of `function`, which is computed from `scalar`, differ from differences.
+
+    `order` is the order of these derivatives as derivatives of the objective.
+    """
+    what, of = WORDS[name, order]
+    first_order = ", or use FirstOrder(), which takes first derivatives only." if order == "second" else "."
     try:
         disagreement = _find_disagreement(objectives, function, scalar, ends)
     except Undefined as error:
         raise BilevelError(
-            f"{name} has no {order}derivative, and hypergradients are made of them. torch says: "
-            f"{str(error).rstrip('.')}. Write that operation of {name} in terms of others"
-            f"{', or use FirstOrder(), which takes first derivatives only.' if order else '.'}"
+            f"{name} has no {order} derivative, and {'Hessians of f_T' if order == HIGHER[name] else 'hypergradients'} "
+            f"are made of them. torch says: {str(error).rstrip('.')}. Write that operation of {name} in terms of others"
+            f"{first_order if name == 'inner' else '.'}"
         ) from error
     if disagreement is not None:
         raise BilevelError(
             f"The derivatives of {name} are not what autograd says: the derivative of {what} with respect to "
             f"{disagreement.group}, along a random direction, is {disagreement.by_autograd:.6g} by autograd and "
-            f"{disagreement.found:.6g} by differences of {of}. Hypergradients would be wrong. Something in {name} "
-            "hides a derivative: a custom autograd.Function with once_differentiable or an incomplete backward; "
-            ".detach(), .data or torch.no_grad() around what depends on w or λ; rounding or a straight-through "
-            "estimator. Write it in differentiable operations. If you mean it, pass check_derivatives=False to Problem "
-            "or tune."
+            f"{disagreement.found:.6g} by differences of {of}. "
+            f"{'Second derivatives of f_T' if order == HIGHER[name] else 'Hypergradients'} would be wrong. Something "
+            f"in {name} hides a derivative: a custom autograd.Function with once_differentiable or an incomplete "
+            "backward; .detach(), .data or torch.no_grad() around what depends on w or λ; rounding or a "
+            "straight-through estimator. Write it in differentiable operations. If you mean it, pass "
+            "check_derivatives=False to Problem or tune."
         )
 
 
@@ -247,11 +278,7 @@ def _weighted(outputs: Tensors, point: Point) -> float:
 def _points(process: Process, ends: tuple[Tensors, Tensors], dtype: torch.dtype | None) -> Iterator[Point]:
     """Two points near the segment from w_0 to w_1, with random directions; then one on the segment, with w and λ
     themselves as directions, which keep symmetric matrices symmetric."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-
+    noise = Noise(0)
     start, end, variables = ([x.detach().to(dtype or x.dtype) for x in part] for part in (*ends, process.variables))
     moves = [b - a for a, b in zip(start, end, strict=True)]
     if not trees.all_finite(moves):

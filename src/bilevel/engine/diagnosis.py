@@ -47,6 +47,15 @@ def explain_divergence(process: Process) -> NoReturn:
     )
 
 
+def refuse_diverged(process: Process, state: State) -> None:
+    """Refuse a last state whose inner loss is a million times that of the start: it is on its way to infinity."""
+    with torch.no_grad():
+        start, t = process.bound.start(), max(process.times.stop - 1, 1)
+        before, after = (float(process.bound.loss(t)(point[0])) for point in (start, state))
+    if after > 1e6 * (1 + abs(before)):
+        _raise(process, start, t, before, f"the inner loss was {after:.3g}", "at the start")
+
+
 def refuse_non_finite_data(name: str, batch: Tree) -> None:
     for path, leaf in zip(trees.paths(batch), trees.leaves(batch), strict=True):
         if trees.is_variable(leaf) and not bool(torch.isfinite(leaf).all()):
@@ -58,8 +67,8 @@ def refuse_non_finite_data(name: str, batch: Tree) -> None:
             )
 
 
-def _raise(process: Process, start: State, t: int, loss: float | None, what: str) -> NoReturn:
-    known = "" if loss is None else f" (the loss before it was {loss:.6g})"
+def _raise(process: Process, start: State, t: int, loss: float | None, what: str, when: str = "before it") -> NoReturn:
+    known = "" if loss is None else f" (the loss {when} was {loss:.6g})"
     raise DivergenceError(
         f"The inner problem diverged: at step {t} of {process.times.stop - 1} {what}{known}. "
         f"{likely_cause(process, start)}",

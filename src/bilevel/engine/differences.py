@@ -34,14 +34,14 @@ class BoundByDifferences(Bound):
 
         def loss(w: Tree) -> Tensor:
             leaves, spec = trees.flatten(w)
-            call = _Call(lambda parts: plain(spec.unflatten(parts)), self.variables, self.width)
+            call = _DifferencedCall(lambda parts: plain(spec.unflatten(parts)), self.variables, self.width)
             value: Tensor = _Value.apply(call, *leaves, *self.variables)  # type: ignore[no-untyped-call]
             return value
 
         return loss
 
 
-class _Call:
+class _DifferencedCall:
     """L as a function of the leaves of w, and its gradients in them and in the variables."""
 
     def __init__(self, loss: Callable[[Sequence[Tensor]], Tensor], variables: list[Tensor], width: float | None):
@@ -76,7 +76,7 @@ class _Value(Function):
     """`_Value.apply(call, *w, *variables)` is L; its derivative is `_Slope`."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _DifferencedCall, *tensors: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(*tensors)
         return call.value(tensors[: len(tensors) - len(call.variables)])
@@ -91,7 +91,7 @@ class _Slope(Function):
     """`_Slope.apply(call, *w, *variables)` is ∇L in all of them; the part in w can be differentiated once more."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensors:
+    def forward(ctx: Any, call: _DifferencedCall, *tensors: Tensor) -> Tensors:
         ctx.call, ctx.count = call, len(tensors) - len(call.variables)
         ctx.save_for_backward(*tensors[: ctx.count])
         slopes = call.slope(tensors[: ctx.count])

@@ -6,7 +6,7 @@ A state is the pair (w, auxiliary variables), which the paper calls w throughout
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +17,7 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.dynamics.base import EquationLoss
 from bilevel.engine.double_backward import differentiable_twice
+from bilevel.engine.graphs import reached
 from bilevel.engine.memory import CheckResults, Memory
 from bilevel.engine.products import jacobian_vector_products
 from bilevel.errors import BilevelError
@@ -208,7 +209,7 @@ class Bound:
         with self.user_context():
             w = self._init(self.lam) if self._start is None else trees.detach(self._start)
         # If w_0 is a leaf of λ itself, w and λ must still be two tensors: ∇_w L must not contain ∂L/∂λ.
-        w = trees.map(_own_copy, w)
+        w = _own_copy(w) if isinstance(w, Tensor) else trees.map(_own_copy, w)
         return w, self.dynamics.init(w)
 
     def batch(self, t: int) -> Tree:
@@ -293,11 +294,6 @@ def live_copy(state: State) -> tuple[list[Any], State]:
     return live, spec.unflatten(live)
 
 
-def _dense(part: Tensor | None) -> Tensor | None:
-    """A gradient as a dense tensor: that of an embedding may be sparse."""
-    return part if part is None or part.layout == torch.strided else part.to_dense()
-
-
 def accumulate(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     """A sum in which None is zero."""
     if total is None or part is None:
@@ -322,10 +318,7 @@ def outer_gradients(
     ends, last = live_copy(after) if times else (leaves, before)
     with torch.enable_grad():
         value = bound.outer(last)
-    inputs = [leaf for leaf in ends if trees.is_variable(leaf)]
-    parts = [_dense(part) for part in torch.autograd.grad(value, inputs + variables, allow_unused=True)]
-    slopes = iter(parts[: len(inputs)])
-    alpha, direct = [next(slopes) if trees.is_variable(leaf) else None for leaf in ends], parts[len(inputs) :]
+    alpha, direct = _gradients((value,), None, ends, variables)
     if times:
         alpha, through = _pull_through(leaves, after, alpha, variables)
         direct = [accumulate(one, two) for one, two in zip(direct, through, strict=True)]
@@ -355,14 +348,30 @@ def _pull_through(
     paired = [
         (out, a) for out, a in zip(trees.leaves(after), alpha, strict=True) if a is not None and out.requires_grad
     ]
-    inputs = [leaf for leaf in leaves if trees.is_variable(leaf)]
     if not paired:
         return [None] * len(leaves), [None] * len(variables)
     heads, cotangents = zip(*paired, strict=True)
     # The graph from λ to the dynamics' settings is shared by all steps, so it must be retained.
-    parts = torch.autograd.grad(heads, inputs + variables, cotangents, allow_unused=True, retain_graph=True)
-    before = iter(parts[: len(inputs)])
-    return [next(before) if trees.is_variable(leaf) else None for leaf in leaves], list(parts[len(inputs) :])
+    return _gradients(heads, cotangents, leaves, variables, retain_graph=True)
+
+
+def _gradients(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None,
+    leaves: list[Any],
+    variables: list[Tensor],
+    retain_graph: bool = False,
+) -> tuple[list[Tensor | None], Gradients]:
+    """The gradients in the leaves of a `live_copy`, None where a leaf is not a variable, and in the variables."""
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    inputs = [leaves[i] for i in places] + variables
+    found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
+    # The gradient of an embedding may be sparse.
+    parts: Gradients = [part if part is None or part.layout == torch.strided else part.to_dense() for part in found]
+    alpha: Gradients = [None] * len(leaves)
+    for i, part in zip(places, parts[: len(places)], strict=True):
+        alpha[i] = part
+    return alpha, parts[len(places) :]
 
 
 def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor]) -> Gradients:
@@ -374,27 +383,3 @@ def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor])
         return [None] * len(variables)
     heads, cotangents = zip(*paired, strict=True)
     return list(torch.autograd.grad(heads, variables, cotangents, allow_unused=True, retain_graph=True))
-
-
-def reached(outputs: Sequence[Any], variables: Sequence[Tensor]) -> set[int]:
-    """The indices of those variables that the autograd graph of `outputs` leads back to; nothing is computed."""
-    index = {id(variable): i for i, variable in enumerate(variables)}
-    found = {index[id(out)] for out in outputs if id(out) in index}
-    for node in graph_nodes(outputs):
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in index:
-            found.add(index[id(variable)])
-    return found
-
-
-def graph_nodes(outputs: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph of `outputs`, each once; those of leaves have a `variable`."""
-    stack = [out.grad_fn for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                stack.append(parent)

@@ -1,4 +1,5 @@
-"""Check that a step gives the same result when it is run again: every method that replays steps relies on it."""
+"""Check that a step and E give the same result when they are computed again: methods that replay steps, and those that
+compare values of E, rely on it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ from bilevel.errors import BilevelError
 
 
 def check_purity(process: Process, state: State) -> None:
-    """Run the first step twice, once per problem. ∇L is computed twice too, because a projection, a sign or clipping
-    in the first step may hide a random ∇L."""
+    """Run the first step twice, once per problem, and E. ∇L is computed twice too, because a projection, a sign or
+    clipping in the first step may hide a random ∇L."""
+    bound = process.bound
+    with torch.enable_grad():  # an outer objective may take gradients itself
+        refuse_impure(bound.outer(state), bound.outer(state), "The outer objective gave another value")
     if process.steps:
-        t, bound = process.times[0], process.bound
+        t = process.times[0]
         with torch.no_grad():
             refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
             if process.check_results.uses_inner:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilevel import trees
-from bilevel.engine.process import Process, graph_nodes
+from bilevel.engine.graphs import graph_nodes
+from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 

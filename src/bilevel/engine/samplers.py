@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.engine.process import Process, call_user, reached, what_is
+from bilevel.engine.graphs import reached
+from bilevel.engine.process import Process, call_user, what_is
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
 from bilevel.trees import Tree

@@ -1,4 +1,4 @@
-"""scikit-learn estimators whose penalties, one or thousands, are tuned by hypergradients."""
+"""scikit-learn estimators whose penalties are tuned by hypergradients: one penalty, or one per feature."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What all classifiers do with the scores of their classes."""
+"""Predictions of a classifier from the scores of its classes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from bilevel.estimators.tensors import like
 
 
 class ClassScores(ClassifierMixin):
-    """Predictions from `_scores`, of shape rows × outputs: one output for two classes, else one for each class."""
+    """Predictions from `_scores`, of shape rows × outputs: one output for two classes, otherwise one per class."""
 
     classes_: Array
 
-    if TYPE_CHECKING:  # the other base has it
+    if TYPE_CHECKING:  # defined by the other base class
 
         def _scores(self, X: Any) -> Array: ...
 
     def _indicators(self, y: Any, weight: Array) -> tuple[Array, Array]:
-        """The number of every row's class, and the outputs that are fitted. Sets `classes_`."""
+        """The index of every row's class, and the indicators that are fitted. Sets `classes_`."""
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(np.unique(codes[weight > 0])) < 2:
             single = self.classes_.tolist()[codes[weight > 0][0]]
-            raise BilevelError(f"y holds one class only, {single!r}; a classifier needs two or more.")
+            raise BilevelError(
+                f"y holds only one class with a positive weight, {single!r}. A classifier needs two or more."
+            )
         indicators = np.eye(len(self.classes_))[codes]
         return codes, indicators if len(self.classes_) > 2 else indicators[:, 1:]
 
@@ -42,7 +44,7 @@ class ClassScores(ClassifierMixin):
         return like(log_softmax(self._all_scores(X), axis=1), X)
 
     def _all_scores(self, X: Any) -> Array:
-        """One for every class; of two, the first has a score of 0."""
+        """One score per class. With two classes, the first has the score 0."""
         scores = self._scores(X)
         return scores if len(self.classes_) > 2 else np.hstack([0 * scores, scores])
 

@@ -12,20 +12,21 @@ from sklearn.base import RegressorMixin
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.constraints.box import Box
 from bilevel.errors import BilevelError
-from bilevel.estimators.base import BilevelRegressor, Scored
+from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.regressor_base import BilevelRegressor
 from bilevel.estimators.search import PenaltySearch, SearchRecord
 from bilevel.estimators.sums_of_table import SumsOfTable
 from bilevel.estimators.tables import FoldedTable
 from bilevel.outer_loop import solve
 from bilevel.thread_pool import map_in_threads, thread_count
 
-# Where the search for a ratio begins, and how far log ρ/(1 − ρ) may go: to ρ = 0.001 and 0.999.
-RATIOS, LOGIT = (0.1, 0.5, 0.9), 6.9
+# The ratios that are tried first, and the bound on |log ρ/(1 − ρ)|: ρ from 0.001 to 0.999.
+RATIOS, MAX_LOGIT = (0.1, 0.5, 0.9), 6.9
 
 
-class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
+class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
     """The elastic net, and with `l1_ratio=1` the lasso, whose penalties are tuned by hypergradients.
 
     min over w of (1/2N) Σ_i s_i (y_i − x_i w − b)² + Σ_j α_j (ρ |w_j| + ½(1 − ρ) w_j²), with N = Σ s_i and
@@ -33,13 +34,13 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
     its active set, and the penalties are tuned for the squared error on held-out rows.
 
     {arguments}
-        l1_ratio: ρ, between 0 (ridge) and 1 (lasso). Of a list, the one with the least criterion at one shared penalty
-            is taken. "tuned" tunes it together with one shared penalty, by hypergradients; penalties of features then
-            begin there, with that ρ.
-        positive: allow no negative coefficients.
+        l1_ratio: ρ, between 0 (ridge) and 1 (lasso). From a list, the ratio with the least criterion at one shared
+            penalty is chosen. "tuned" tunes ρ together with one shared penalty, by hypergradients. Penalties of
+            features are then tuned from there, with this ρ.
+        positive: whether to constrain the coefficients to be ≥ 0.
 
     {attributes}
-        l1_ratio_: ρ.
+        l1_ratio_: the ρ that was used.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -51,7 +52,7 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
     """
 
     # The two parts of the penalty scale differently with the unit of a feature.
-    _units_do_not_matter = False
+    _rescales_features = False
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
             ratios = np.array([])
         if ratios.ndim != 1 or not len(ratios) or not ((ratios >= 0) & (ratios <= 1)).all():
             raise BilevelError(
-                f"l1_ratio={self.l1_ratio!r} is not known; pass a number from 0 (ridge) to 1 (lasso), a list, or "
-                "'tuned'."
+                f"l1_ratio={self.l1_ratio!r} is not a ratio. Pass a number from 0 (ridge) to 1 (lasso), a list of "
+                "them, or 'tuned'."
             )
         self.l1_ratio_ = float(ratios[0])
 
@@ -103,8 +104,8 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
         def table(ratio: float | str) -> SumsOfTable:
             return SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), ratio, bool(self.positive))
 
-        def shared(ratio: float) -> tuple[float, float, float]:
-            box = _range(X, y, folds.weight, ratio)
+        def tune_shared(ratio: float) -> tuple[float, float, float]:
+            box = _penalty_range(X, y, folds.weight, ratio)
             search = PenaltySearch(table(ratio), folds, 1, box, int(self.max_iter), 1e-4)
             lam, value, _ = search.shared(SearchRecord())
             return value, ratio, float(lam[0])
@@ -114,40 +115,40 @@ class BilevelElasticNet(Scored, RegressorMixin, BilevelRegressor):
         if len(ratios) == 1:
             self.l1_ratio_ = ratios[0]
         else:
-            found = map_in_threads(shared, ratios, thread_count(self.n_jobs))
-            _, self.l1_ratio_, level = min(found, key=lambda one: one[0])
+            results = map_in_threads(tune_shared, ratios, thread_count(self.n_jobs))
+            _, self.l1_ratio_, log_penalty = min(results, key=lambda result: result[0])
             if tuned:
-                self.l1_ratio_ = self._tuned_ratio(table("tuned"), folds, self.l1_ratio_, level)
+                self.l1_ratio_ = self._tuned_ratio(table("tuned"), folds, self.l1_ratio_, log_penalty)
         return table(self.l1_ratio_)
 
     def _tunes_ratio(self) -> bool:
         return isinstance(self.l1_ratio, str) and self.l1_ratio == "tuned"
 
-    def _tuned_ratio(self, table: SumsOfTable, folds: Folds, ratio: float, level: float) -> float:
-        """ρ where the criterion is least in ρ and one shared penalty, from given ones."""
+    def _tuned_ratio(self, table: SumsOfTable, folds: Folds, ratio: float, log_penalty: float) -> float:
+        """The ρ that minimises the criterion over ρ and one shared penalty, from a starting point."""
         task = table.task(folds)
-        found = solve(
+        solution = solve(
             table.problem,
-            torch.tensor([level, math.log(ratio / (1 - ratio))], dtype=torch.float64),
+            torch.tensor([log_penalty, math.log(ratio / (1 - ratio))], dtype=torch.float64),
             task,
             method=table.method(0.0),
             algorithm=LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol)),
-            constraint=Box(torch.tensor([level - 8.0, -LOGIT]), torch.tensor([level + 8.0, LOGIT])),
+            constraint=Box(torch.tensor([log_penalty - 8.0, -MAX_LOGIT]), torch.tensor([log_penalty + 8.0, MAX_LOGIT])),
             iterations=10**9,
             start=table.start(task),
             progress=False,
             dynamics=table.dynamics(task),
             steps=0,
         )
-        # Four decimals: rounding errors of so many steps must not show in the result.
-        return round(float(torch.sigmoid(found.outer[1])), 4)
+        # ρ is rounded to four decimals, so that rounding errors of the search do not change the result.
+        return round(float(torch.sigmoid(solution.outer[1])), 4)
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
-        return _range(X, y, weight, self.l1_ratio_)
+        return _penalty_range(X, y, weight, self.l1_ratio_)
 
 
-def _range(X: Any, y: Array, weight: Array, ratio: float) -> tuple[float, float]:
-    """From next to nothing to just above the penalty that leaves no coefficient."""
+def _penalty_range(X: Any, y: Array, weight: Array, ratio: float) -> tuple[float, float]:
+    """The range of the log penalty, relative to the smallest penalty at which all coefficients are zero."""
     largest = float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) / max(ratio, 1e-3) or 1.0
     return math.log(1e-5 * largest), math.log(1e2 * largest)
 
@@ -159,7 +160,7 @@ class BilevelLasso(BilevelElasticNet):
     `Lasso` where all α_j are equal.
 
     {arguments}
-        positive: allow no negative coefficients.
+        positive: whether to constrain the coefficients to be ≥ 0.
 
     {attributes}
 

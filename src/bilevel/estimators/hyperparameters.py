@@ -1,4 +1,4 @@
-"""Which penalty belongs to which feature, and what ties the penalties together."""
+"""The groups of features that share a penalty, and the tether between the penalties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bilevel.structures.penalties import FunctionOfLam
 
 @dataclass(frozen=True)
 class Grouping:
-    """λ holds the logarithm of one penalty per group of features; `of[j]` is the group of feature j."""
+    """The group of every feature: `of[j]` is the group of feature j. λ holds one log penalty per group."""
 
     of: Array
 
@@ -36,20 +36,20 @@ def is_shared(penalty: Any) -> bool:
 
 
 def grouping(penalty: Any, features: int) -> Grouping:
-    """The groups that `penalty` means: "shared", "per-feature", or an array with the group of every feature."""
+    """The groups of the argument `penalty`: "shared", "per-feature", or an array with the group of every feature."""
     if isinstance(penalty, str):
         if is_shared(penalty):
             return Grouping(np.zeros(features, dtype=int))
         if penalty == "per-feature":
             return Grouping(np.arange(features))
         raise BilevelError(
-            f"penalty={penalty!r} is not known; pass 'shared', 'per-feature', or an array with the group of every "
+            f"penalty={penalty!r} is not possible. Pass 'shared', 'per-feature', or an array with the group of every "
             "feature."
         )
     groups = np.asarray(penalty)
     if groups.shape != (features,):
         raise BilevelError(
-            f"penalty is an array of shape {groups.shape}, but X has {features} features; pass the group of every one."
+            f"penalty is an array of shape {groups.shape}, but X has {features} features. Pass one group per feature."
         )
     return Grouping(np.unique(groups, return_inverse=True)[1].reshape(-1))
 
@@ -59,43 +59,43 @@ class PartOfMixture(FunctionOfLam):
     """α ρ or α (1 − ρ) for every feature, with λ = (log α, log ρ/(1 − ρ)): a part of an elastic net's penalty.
 
     Args:
-        features: their number.
-        absolute: the part of |w|, α ρ; otherwise that of the squares.
+        features: the number of features.
+        absolute: True for α ρ, the penalty of |w|; False for α (1 − ρ), the penalty of w².
     """
 
     features: int
     absolute: bool
 
     def __call__(self, lam: Tensor, *data: Any) -> Tensor:
-        return self._level(lam).expand(self.features)
+        return self._strength(lam).expand(self.features)
 
     def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
-        level, sign = self._level(lam), 1.0 if self.absolute else -1.0
-        slope = torch.stack([level, level * sign * torch.sigmoid(-sign * lam[1])])
-        return level.expand(self.features), lambda v: v.sum(-1, keepdim=True) * slope
+        strength, sign = self._strength(lam), 1.0 if self.absolute else -1.0
+        slope = torch.stack([strength, strength * sign * torch.sigmoid(-sign * lam[1])])
+        return strength.expand(self.features), lambda v: v.sum(-1, keepdim=True) * slope
 
-    def _level(self, lam: Tensor) -> Tensor:
+    def _strength(self, lam: Tensor) -> Tensor:
         return lam[0].exp() * torch.sigmoid(lam[1] if self.absolute else -lam[1])
 
 
 @dataclass(frozen=True)
 class Tether(FunctionOfLam):
-    """2c Σ log cosh(λ_g − mean λ), with c a weight: how far the penalties have moved apart.
+    """2c Σ log cosh(λ_g − mean λ), with a weight c: the distance of the log penalties from their mean.
 
-    Near zero it is the square of the distance, far away its length, so that a few penalties may go far (those of
-    features that are noise) while many small moves, which chance explains, are held back.
+    It is quadratic near zero and linear far distance, like a Huber loss. So a few penalties can become very large
+    (those of features that are noise), while many small differences, which overfitting causes, are reduced.
     """
 
     def __call__(self, lam: Tensor, *data: Any) -> Tensor:
         (weight,) = data
-        away = lam - lam.mean()
-        return weight * 2 * (torch.logaddexp(away, -away) - math.log(2)).sum()
+        distance = lam - lam.mean()
+        return weight * 2 * (torch.logaddexp(distance, -distance) - math.log(2)).sum()
 
     def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
-        # Arrays of numpy: on so few numbers, operations of torch take three times as long.
-        away, weight = lam.detach().numpy(), 2 * float(data[0])
-        away = away - away.mean()
-        slope = np.tanh(away)
+        # With numpy, because torch takes three times as long for so few numbers.
+        distance, weight = lam.detach().numpy(), 2 * float(data[0])
+        distance = distance - distance.mean()
+        slope = np.tanh(distance)
         slope = weight * (slope - slope.mean())
-        value = weight * (np.logaddexp(away, -away) - math.log(2)).sum()
+        value = weight * (np.logaddexp(distance, -distance) - math.log(2)).sum()
         return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)

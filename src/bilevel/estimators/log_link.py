@@ -9,9 +9,10 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import d2_tweedie_score
 
 from bilevel.errors import BilevelError
-from bilevel.estimators.base import BilevelRegressor, Scored
+from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
+from bilevel.estimators.regressor_base import BilevelRegressor
 from bilevel.estimators.rows_of_table import RowsOfTable
 from bilevel.estimators.tables import FoldedTable
 from bilevel.estimators.tensors import as_numpy, like
@@ -23,7 +24,7 @@ class BilevelLogLink(RegressorMixin, BilevelRegressor):
 
     _several_targets = False
     _loss: ClassVar[RowLoss]
-    # The power of the mean that the variance of y is proportional to.
+    # The variance of y is proportional to this power of its mean.
     _power: ClassVar[int]
 
     def __sklearn_tags__(self) -> Any:
@@ -35,14 +36,18 @@ class BilevelLogLink(RegressorMixin, BilevelRegressor):
         self._check_targets(y)
         weight = self._weights(sample_weight, X)
         if not weight @ y > 0:
-            raise BilevelError("All targets with a positive weight are zero, so that no mean fits them; pass others.")
-        # An intercept makes up for any unit of y. Targets of mean 1 have a curvature of about 1 and begin at w = 0.
-        middle = float(weight @ y / weight.sum()) if self.fit_intercept else 1.0
-        # In the unit of y, the loss is larger by this factor, and so are its penalties.
-        self._alpha_unit = middle ** (2 - self._power)
-        tuned = self._tune(X, y, weight, (y / middle)[:, None], groups)
-        self.coef_, self.intercept_ = tuned.coef[:, 0], float(tuned.intercept[0] + np.log(middle))
-        self._report([(rows, scores[:, 0] + np.log(middle)) for rows, scores in tuned.held], X, y, sample_weight)
+            raise BilevelError(
+                "All targets with a positive weight are zero, so no mean fits them. Pass some targets above 0."
+            )
+        # With an intercept, y can be divided by its mean. Then w = 0 is a good start and the curvature is about 1.
+        mean = float(weight @ y / weight.sum()) if self.fit_intercept else 1.0
+        # In the unit of y, the loss and the penalties are larger by this factor.
+        self._alpha_unit = mean ** (2 - self._power)
+        tuned = self._tune(X, y, weight, (y / mean)[:, None], groups)
+        self.coef_, self.intercept_ = tuned.coef[:, 0], float(tuned.intercept[0] + np.log(mean))
+        self._set_cv_score(
+            [(rows, scores[:, 0] + np.log(mean)) for rows, scores in tuned.held_out], X, y, sample_weight
+        )
 
     def _check_targets(self, y: Array) -> None:
         raise NotImplementedError
@@ -50,8 +55,8 @@ class BilevelLogLink(RegressorMixin, BilevelRegressor):
     def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         for k in np.flatnonzero(folds.train_weights() @ y[:, 0] <= 0):
             raise BilevelError(
-                f"Fold {k} of cv has only zeros to train on, so that its mean is 0 and its deviance infinite. Pass "
-                "fewer folds, or cv=None, which deals the rows out evenly."
+                f"Fold {k} of cv has only targets of 0 to train on, so its mean is 0 and its deviance infinite. "
+                "Pass fewer folds, or cv=None, for folds that cover the range of y evenly."
             )
         return RowsOfTable(X, y, folds, groups, bool(self.fit_intercept), self._loss, mean=True)
 
@@ -63,12 +68,12 @@ class BilevelLogLink(RegressorMixin, BilevelRegressor):
         return like(np.exp(self._scores(X)), X)
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """D², the share of the deviance that the model explains."""
+        """D², the fraction of the deviance that the model explains."""
         mean, y, weight = (as_numpy(part) for part in (self.predict(X), y, sample_weight))
         return float(d2_tweedie_score(y, mean, sample_weight=weight, power=self._power))
 
 
-class BilevelPoissonRegressor(Scored, BilevelLogLink):
+class BilevelPoissonRegressor(ScoringMixin, BilevelLogLink):
     """Regression for counts y ≥ 0, whose variance grows with their mean; its penalties are tuned by hypergradients.
 
     min over w of (1/2N) Σ_i s_i d(y_i, e^(x_i w + b)) + ½ Σ_j α_j w_j², with the Poisson deviance d and N = Σ s_i: the
@@ -92,11 +97,11 @@ class BilevelPoissonRegressor(Scored, BilevelLogLink):
 
     def _check_targets(self, y: Array) -> None:
         if y.min() < 0:
-            raise BilevelError(f"y has the value {y.min():.6g}, but counts are not negative. Use BilevelRidge.")
+            raise BilevelError(f"y has the value {y.min():.6g}, but counts cannot be negative. Use BilevelRidge.")
 
 
-class BilevelGammaRegressor(Scored, BilevelLogLink):
-    """Regression for y > 0 whose deviation is proportional to its mean; its penalties are tuned by hypergradients.
+class BilevelGammaRegressor(ScoringMixin, BilevelLogLink):
+    """Regression for y > 0 with a standard deviation proportional to its mean; penalties are tuned by hypergradients.
 
     min over w of (1/2N) Σ_i s_i d(y_i, e^(x_i w + b)) + ½ Σ_j α_j w_j², with the Gamma deviance d and N = Σ s_i: the
     objective of scikit-learn's `GammaRegressor` where all α_j are equal. The penalties are tuned for the deviance on

@@ -11,7 +11,7 @@ from sklearn.utils.validation import validate_data
 from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.estimators.base import BilevelEstimator, Scored
+from bilevel.estimators.base import BilevelEstimator, ScoringMixin
 from bilevel.estimators.class_scores import ClassScores
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
@@ -21,18 +21,18 @@ from bilevel.estimators.tensors import as_numpy, like
 from bilevel.structures.losses import LogLoss
 
 
-class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
+class BilevelLogisticRegression(ScoringMixin, ClassScores, BilevelEstimator):
     """Logistic regression, binary or multinomial, whose penalties are tuned by hypergradients.
 
     min over w of Σ_i s_i log-loss(x_i w + b, y_i) + ½ Σ_j α_j ‖w_j‖², the objective of scikit-learn's
     `LogisticRegression(C=1/α)` where all α_j are equal. The penalties are tuned for the log-loss on held-out rows.
 
     {arguments}
-        class_weight: a dict from class to weight, or "balanced" for weights that give all classes the same total: as
-            weights of rows, in the training and in the criterion.
+        class_weight: a dict from class to weight, or "balanced" for weights with the same total in every class. They
+            multiply the sample weights, in the fit and in the criterion.
 
     {attributes}
-        classes_: the classes.
+        classes_: the classes, sorted.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -77,10 +77,11 @@ class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
-        """Tune the penalties, then train on all rows with them; a row of weight 2 counts as two rows.
+        """Tune the penalties, then fit all rows with them.
 
         Args:
-            groups: the group of every row: rows of one group are never on both sides of a fold.
+            sample_weight: the weight of every row, in the fit and in the criterion.
+            groups: the group of every row. No fold trains on one row of a group and is evaluated on another.
         """
         given, y, sample_weight, groups = X, as_numpy(y), as_numpy(sample_weight), as_numpy(groups)
         X, y = validate_data(self, as_numpy(X), y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
@@ -91,7 +92,7 @@ class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
         codes, outputs = self._indicators(y, weight)
         tuned = self._tune(X, codes, weight, outputs, groups)
         self.coef_, self.intercept_ = tuned.coef.T, tuned.intercept
-        self._report(tuned.held, X, y, sample_weight)
+        self._set_cv_score(tuned.held_out, X, y, sample_weight)
         self.coef_, self.intercept_ = like(self.coef_, given), like(self.intercept_, given)
         return self
 
@@ -101,12 +102,15 @@ class BilevelLogisticRegression(Scored, ClassScores, BilevelEstimator):
         return RowsOfTable(X, y, folds, groups, bool(self.fit_intercept), LogLoss())
 
     def _check_folds(self, y: Array, folds: Folds) -> None:
-        """Refuse folds that are judged on a class which they were not trained on: an intercept, which no penalty holds,
-        makes its probability 0, and their loss infinite."""
+        """Refuse folds that are evaluated on a class without training rows.
+
+        The intercept is not penalised, so the probability of that class would be 0 and the log-loss infinite.
+        """
         indicators = y if y.shape[1] > 1 else np.hstack([1 - y, y])
-        trained, judged = folds.train_weights() @ indicators > 0, folds.val_weights() @ indicators > 0
-        for k, c in np.argwhere(judged & ~trained):
+        trained, evaluated = folds.train_weights() @ indicators > 0, folds.val_weights() @ indicators > 0
+        for k, c in np.argwhere(evaluated & ~trained):
             raise BilevelError(
-                f"Fold {k} of cv is judged on class {self.classes_.tolist()[c]!r} and has no row of it with a positive "
-                "weight to train on. Pass fewer folds or a stratified splitter; every class needs two rows or more."
+                f"Fold {k} of cv is evaluated on class {self.classes_.tolist()[c]!r} but has no row of it with a "
+                "positive weight to train on. Pass fewer folds or a stratified splitter. Every class needs at least "
+                "two rows."
             )

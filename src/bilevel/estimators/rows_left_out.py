@@ -1,4 +1,4 @@
-"""A table whose criterion is the leave-one-out error, in closed form."""
+"""The leave-one-out error of ridge regression as a criterion, in closed form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
 from bilevel.estimators.optimism import HeldOutRows
-from bilevel.estimators.tables import MOST, Curvature, FoldedTable, HeldOutScores, extremes
-from bilevel.methods.linear_models._at_minimiser import Minimum
+from bilevel.estimators.tables import MAX_TETHER_ROWS, Curvature, FoldedTable, HeldOutScores, extremes
+from bilevel.methods.linear_models import Minimum
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.problem import Problem, Task
@@ -23,20 +23,19 @@ from bilevel.structures.leave_one_out import LeaveOneOut
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.rows import row_kernel, weighted_gram
 
-# Floating-point operations of one evaluation up to which rows are left out singly.
-AFFORDABLE = 3e8
+# The leave-one-out error is used if an evaluation takes at most this number of floating-point operations.
+MAX_OPERATIONS = 3e8
 
 
-def affordable(shape: tuple[int, int]) -> bool:
-    """Whether the closed form costs little enough for a table of this shape."""
-    return shape[0] * shape[1] * min(shape) <= AFFORDABLE
+def is_affordable(shape: tuple[int, int]) -> bool:
+    """Whether the closed form is fast enough for a table of this shape."""
+    return shape[0] * shape[1] * min(shape) <= MAX_OPERATIONS
 
 
 class RowsLeftOut(FoldedTable):
-    """Squared errors on each row by the ridge regression that is fitted to all others.
+    """The squared error on each row of the ridge regression that is fitted to all other rows.
 
-    Rows are about their weighted means, so that w has no intercept; its leverage is added.
-
+    Rows are centred by their weighted means, so w has no intercept. The leverage of the intercept is added.
     """
 
     def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:
@@ -63,48 +62,52 @@ class RowsLeftOut(FoldedTable):
     def method(self, tol: float) -> Method:
         return KernelEquations() if self.wide else NormalEquations()
 
-    def task(self, folds: Folds, held: float = 0.0) -> Task:
+    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
         rows = torch.from_numpy(np.flatnonzero(folds.train_weights()[0]))
         X, y, weight = self.X[rows], self.y[:, rows], self.weight[rows]
         share = weight / weight.sum()
         if self.intercept:
             X, y = X - share @ X, y - (y @ share)[:, None]
-        own = share if self.intercept else torch.zeros_like(share)
-        val = (X, y, weight, own, torch.tensor(held, dtype=X.dtype))
+        intercept_leverage = share if self.intercept else torch.zeros_like(share)
+        val = (X, y, weight, intercept_leverage, torch.tensor(tether_weight, dtype=X.dtype))
         if self.wide:
             return Task((X, y, weight[None]), val)
         return Task((weighted_gram(X, weight)[None], ((weight * y) @ X)[None]), val)
 
     def held_out(self, minimum: Minimum, folds: Folds, lam: Tensor) -> HeldOutRows:
-        """By the model without row i, whose inverse Hessian follows from that of all rows by one division."""
-        X, y, weight, own, _ = self.task(folds).val
-        every = -(-len(X) // MOST)
-        order = y[0].argsort(stable=True)[::every]
-        X, y, weight, own = X[order], y[:, order], weight[order], own[order]
+        """Each row with the model of all other rows, from a rank-one update of the inverse Hessian."""
+        X, y, weight, intercept_leverage, _ = self.task(folds).val
+        stride = -(-len(X) // MAX_TETHER_ROWS)
+        order = y[0].argsort(stable=True)[::stride]
+        X, y, weight, intercept_leverage = X[order], y[:, order], weight[order], intercept_leverage[order]
         w, solved = minimum.w[0], minimum.solve(X[None])[0]
-        kept = 1 - own - weight * (solved * X).sum(1)
-        errors = (y - w @ X.mT) / kept
-        # w of row i's own model, rows × outputs × features.
+        complement = 1 - intercept_leverage - weight * (solved * X).sum(1)
+        errors = (y - w @ X.mT) / complement
+        # The w without row i, of shape rows × outputs × features.
         without = w - (weight * errors).mT[:, :, None] * solved[:, None]
-        slopes = -(solved / kept[:, None])[:, None] * without
+        slopes = -(solved / complement[:, None])[:, None] * without
         pulled = self.penalties.linearised(lam)[1](slopes)
-        return HeldOutRows((y - errors).mT, pulled, y.mT, every * weight)
+        return HeldOutRows((y - errors).mT, pulled, y.mT, stride * weight)
 
     def held_out_scores(self, w: Tensor, folds: Folds, lam: Tensor) -> HeldOutScores:
         rows = np.flatnonzero(folds.train_weights()[0])
-        X, y, weight, own, _ = self.task(folds).val
+        X, y, weight, intercept_leverage, _ = self.task(folds).val
         alpha, root = self.penalties(lam), weight.sqrt()[:, None]
         if self.wide:
             kernel = row_kernel(X, 1 / alpha) * root * root.mT
-            kept = torch.linalg.inv(kernel + torch.eye(len(X), dtype=X.dtype)).diagonal() - own
+            complement = torch.linalg.inv(kernel + torch.eye(len(X), dtype=X.dtype)).diagonal() - intercept_leverage
         else:
             factor = torch.linalg.cholesky(weighted_gram(X, weight) + alpha.diag())
-            kept = 1 - own - torch.linalg.solve_triangular(factor, (root * X).mT, upper=False).square().sum(0)
+            complement = (
+                1
+                - intercept_leverage
+                - torch.linalg.solve_triangular(factor, (root * X).mT, upper=False).square().sum(0)
+            )
         mean = self.y[:, torch.from_numpy(rows)] - y
-        return [(rows, (mean + y - (y - w[0] @ X.mT) / kept).mT.numpy())]
+        return [(rows, (mean + y - (y - w[0] @ X.mT) / complement).mT.numpy())]
 
     def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("rows are left out singly")
+        raise NotImplementedError("a leave-one-out criterion has no folds")
 
     def start(self, task: Task) -> Tensor:
         return self.y.new_zeros(1, len(self.y), self.X.shape[1])
@@ -120,8 +123,8 @@ class RowsLeftOut(FoldedTable):
         return (float(alpha.min()), None) if self.wide else extremes(task.train[0] + alpha.diag())
 
     def shared_values(self, levels: Tensor, task: Task) -> list[float]:
-        """With S^½ X = U Σ Qᵀ, one matrix of rows × directions serves all penalties."""
-        X, y, weight, own, _ = task.val
+        """f at every penalty from one decomposition S^½ X = U Σ Qᵀ."""
+        X, y, weight, intercept_leverage, _ = task.val
         root = weight.sqrt()
         if self.wide:
             squares, vectors = torch.linalg.eigh(row_kernel(X, X.new_ones(X.shape[1])) * root[:, None] * root)
@@ -129,12 +132,12 @@ class RowsLeftOut(FoldedTable):
             squares, basis = torch.linalg.eigh(task.train[0][0])
             vectors = (root[:, None] * X) @ basis / squares.clamp(min=1e-14 * float(squares[-1]) + 1e-300).sqrt()
         alpha = levels.exp()[:, None]
-        lost = alpha / (squares.clamp(min=0) + alpha)
-        # What a fit of any penalty leaves is that of none and the part of each direction that is lost.
+        shrunk = alpha / (squares.clamp(min=0) + alpha)
+        # The residual of a ridge fit is that of least squares, plus the fraction `shrunk` of every direction.
         target = root * y
         parts = target @ vectors
         outside, free = target - parts @ vectors.mT, 1 - vectors.square().sum(1)
-        kept = free.clamp(min=0) + lost @ vectors.square().mT - own
-        residuals = outside + (parts * lost[:, None]) @ vectors.mT
-        errors = (residuals / kept[:, None]).square().sum((1, 2))
+        complement = free.clamp(min=0) + shrunk @ vectors.square().mT - intercept_leverage
+        residuals = outside + (parts * shrunk[:, None]) @ vectors.mT
+        errors = (residuals / complement[:, None]).square().sum((1, 2))
         return (0.5 * errors / weight.sum()).tolist()

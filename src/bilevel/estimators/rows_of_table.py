@@ -1,4 +1,4 @@
-"""Losses of scores on the rows of a table."""
+"""Tables whose criterion is computed row by row, for any loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel.engine.method import Method
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping, Tether
-from bilevel.estimators.tables import CERTIFIED, LARGEST, Curvature, FoldedTable, extremes
+from bilevel.estimators.tables import CERTIFICATE_OPERATIONS, MAX_DENSE_FEATURES, Curvature, FoldedTable, extremes
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, hessians_are_small
 from bilevel.methods.linear_models.row_span import RowSpan
@@ -23,15 +23,15 @@ from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
 from bilevel.structures.rows import feature_sums
 
-# Up to so many rows, models are fitted in the span of the rows where features outnumber them.
-SPAN = 1000
+# With more features than rows, models are fitted in the span of the rows, up to this number of rows.
+MAX_SPAN_ROWS = 1000
 
 
 class RowsOfTable(FoldedTable):
-    """A loss of scores on rows, with an intercept in w: for wide tables, and for losses without closed form.
+    """The sum of losses over rows, with the intercept as an entry of w, for wide tables and losses without closed form.
 
     Args:
-        mean: a fold's objective has the mean of the losses, not their sum.
+        mean: whether the inner objective is the mean of the losses, not their sum.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RowsOfTable(FoldedTable):
         self.loss, self.model = loss, LinearModels(loss, self.penalties, intercept)
         (rows, features), outputs = X.shape, len(self.y)
         shape = torch.Size((folds.count, outputs, features + intercept))
-        size, self.kernel = shape[1] * shape[2], isinstance(loss, SquaredError) and rows <= LARGEST
+        size, self.kernel = shape[1] * shape[2], isinstance(loss, SquaredError) and rows <= MAX_DENSE_FEATURES
         self.problem = Problem(
             self.model,
             HeldOutLoss(self.model, Tether()),
@@ -50,9 +50,9 @@ class RowsOfTable(FoldedTable):
             check_derivatives=False,
         )
         self.dense = hessians_are_small(rows, shape)
-        self.span = not self.kernel and rows < features and rows <= SPAN
-        # Whether factors of Hessians cost less than the products with X that they save.
-        self.stale = not self.dense and not sparse.issparse(X) and size <= min(20 * rows**0.5, LARGEST)
+        self.span = not self.kernel and rows < features and rows <= MAX_SPAN_ROWS
+        # Whether factorising Hessians takes less time than the products with X that this saves.
+        self.stale = not self.dense and not sparse.issparse(X) and size <= min(20 * rows**0.5, MAX_DENSE_FEATURES)
         self.factorises = self.dense or self.kernel or self.span or self.stale
         if self.kernel:
             self.reason = (
@@ -70,8 +70,8 @@ class RowsOfTable(FoldedTable):
             f" that Newton's method finds, with one factorised Hessian ({size} × {size}) per fold: it is small enough "
             "to build."
             if self.dense
-            else f", which Newton steps with a Hessian of {size} × {size} per fold find that is taken again when it is "
-            "out of date."
+            else f" that Newton's method finds, with a Hessian of {size} × {size} per fold that is updated only when "
+            "needed."
             if self.stale
             else f" that Newton's method finds, with conjugate gradients: Hessians of {size} × {size} would cost more "
             "than products with X."
@@ -82,11 +82,11 @@ class RowsOfTable(FoldedTable):
             return KernelEquations() if self.kernel else RowSpan(tol)
         return StaleNewton(tol) if self.stale else NewtonLinear(tol, dense=self.dense)
 
-    def task(self, folds: Folds, held: float = 0.0) -> Task:
+    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
         train, val = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
         if self.mean:
             train = train / train.sum(1, keepdim=True)
-        return Task((self.X, self.y, train), (self.X, self.y, val, torch.tensor(held, dtype=val.dtype)))
+        return Task((self.X, self.y, train), (self.X, self.y, val, torch.tensor(tether_weight, dtype=val.dtype)))
 
     def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
         rows = self.dense_rows(index)
@@ -98,8 +98,8 @@ class RowsOfTable(FoldedTable):
         return self.y.new_zeros(len(task.train[2]), len(self.y), self.X.shape[1] + self.intercept)
 
     def coefficients(self, w: Tensor, folds: Folds) -> tuple[Array, Array]:
-        found = w[0].numpy().T
-        return (found[:-1], found[-1]) if self.intercept else (found, np.zeros(found.shape[1]))
+        coef = w[0].numpy().T
+        return (coef[:-1], coef[-1]) if self.intercept else (coef, np.zeros(coef.shape[1]))
 
     def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         rows = PenalisedRows(self.model, task.train, lam)
@@ -107,15 +107,15 @@ class RowsOfTable(FoldedTable):
             return self._kernel_curvature(rows), None
         if self.span:
             return None, None
-        if len(w) * len(self.weight) * w[0].numel() * max(w[0].numel(), 100) > CERTIFIED:
+        if len(w) * len(self.weight) * w[0].numel() * max(w[0].numel(), 100) > CERTIFICATE_OPERATIONS:
             return None, None
         return extremes(rows.hessians(rows.scores(w)))
 
     def _kernel_curvature(self, rows: PenalisedRows) -> float:
-        """The smallest penalty, where there are more features than rows; an intercept couples with the means of x.
+        """A lower bound on the curvature if there are more features than rows.
 
-        With the means eliminated, the Hessian is blockdiag(A, Σ s) between two triangular matrices, whose smallest
-        singular value is known.
+        Without an intercept it is the smallest penalty. An intercept couples with the means of x: the Hessian is
+        blockdiag(A, Σ s) between two triangular matrices, whose smallest singular value has a closed form.
         """
         smallest = float(rows.alpha[: self.X.shape[1]].min())
         if not self.intercept:

@@ -1,4 +1,4 @@
-"""Features about their means and in units of their own."""
+"""Centring and scaling of the features."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from bilevel.estimators.hyperparameters import Grouping
 
 
 def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
-    """X about its means where there is an intercept, the means, and the features' variances about them.
+    """X with the means subtracted if there is an intercept, the means, and the variances of the features.
 
-    An intercept makes up for any shift, and sums of squares of numbers far from zero would be lost in rounding: years,
-    or seconds since 1970. A sparse X stays as it is, with means of zero, but its variances are about the true means.
-    Without an intercept, means are zero and variances are mean squares.
+    The intercept absorbs the shift. Without centring, sums of squares of numbers far from zero (years, seconds since
+    1970) would lose all digits to rounding. A sparse X is not changed and its means are returned as zero, but its
+    variances are taken about the true means. Without an intercept, means are zero and variances are mean squares.
     """
     share = weight / weight.sum()
     mean = np.asarray(share @ X).reshape(-1) if intercept else np.zeros(X.shape[1])
     if sparse.issparse(X):
-        column, owner = X.indices, np.repeat(share, np.diff(X.indptr))
-        away = np.bincount(column, owner * (X.data - mean[column]) ** 2, minlength=X.shape[1])
-        there = np.bincount(column, owner, minlength=X.shape[1])
-        variance, centre = away + np.clip(1 - there, 0, None) * mean**2, np.zeros_like(mean)
+        column, entry_share = X.indices, np.repeat(share, np.diff(X.indptr))
+        squares = np.bincount(column, entry_share * (X.data - mean[column]) ** 2, minlength=X.shape[1])
+        nonzero_share = np.bincount(column, entry_share, minlength=X.shape[1])
+        variance, centre = squares + np.clip(1 - nonzero_share, 0, None) * mean**2, np.zeros_like(mean)
     else:
         X, centre = (X - mean if intercept else X), mean
-        # Squares of a large X at once would be another copy of it.
+        # In blocks of rows, because the squares of all rows would take as much memory as X.
         variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
-    # What is left of a constant's deviation is rounding.
+    # A constant column has a variance of zero up to rounding.
     return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
 
 
 def units(variance: Array, groups: Grouping) -> Array:
-    """The deviation of every feature, the root of the mean variance in a group; 1 where all are constant."""
+    """The scale of every feature: the root of the mean variance of its group, or 1 if the group is constant."""
     mean = groups.mean(variance)
     return np.sqrt(np.where(mean > 0, mean, 1.0))[groups.of]
 
 
-def divided(X: Any, scale: Array, own: bool) -> Any:
-    """X / scale, in place where a dense X is our own copy."""
+def divided(X: Any, scale: Array, in_place: bool) -> Any:
+    """X / scale, written into X if X is dense and `in_place` is true."""
     if sparse.issparse(X):
         return X if (scale == 1).all() else (X @ sparse.diags(1 / scale)).tocsr()
-    # Tensors share memory with arrays that can be written to and run forwards.
+    # Torch can share memory only with arrays that are writeable and have no negative strides.
     if (scale == 1).all() and X.flags.writeable and min(X.strides) >= 0:
         return X
-    return np.divide(X, scale, out=X if own else None)
+    return np.divide(X, scale, out=X if in_place else None)

@@ -53,7 +53,7 @@ class ClassicTraining(FewShotTraining):
         w = self.heads.detach().requires_grad_()
         problem = self.learner.problem(count, ways)
         assert problem.encode is not None
-        with self.learner.watching() as seen:
+        with self.learner.recording_statistics() as seen:
             task: Task = problem.encode(lam, episodes)
             loss = problem.inner(w, lam, task.train)
             grad, *grads = torch.autograd.grad(loss, [w, *lam.values()])

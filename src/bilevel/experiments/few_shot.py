@@ -25,7 +25,7 @@ from bilevel.experiments.base import (
     single_precision,
 )
 from bilevel.learners import library
-from bilevel.learners.evaluation import GROUP, Final, choose_and_test
+from bilevel.learners.evaluation import GROUP, FinalScore, choose_and_test
 from bilevel.learners.presets import RECIPES, preset
 from bilevel.learners.recipes import is_recipe
 from bilevel.learners.streams import episodes, open_data
@@ -100,10 +100,10 @@ class FewShotRow:
 
     name: str
     model: library.TrainedLearner | None = None
-    finals: Mapping[Mode, Final] = field(default_factory=dict)
+    finals: Mapping[Mode, FinalScore] = field(default_factory=dict)
 
     @property
-    def final(self) -> Final:
+    def final(self) -> FinalScore:
         """The score that is compared with the paper's: with the model's own batch norm where it is the only one."""
         return self.finals["episode"] if "episode" in self.finals else next(iter(self.finals.values()))
 

@@ -1,6 +1,6 @@
-"""Few-shot learners: the contract in `base`, one file per learner in `catalogue`, and what trains and keeps them.
+"""Few-shot learners: the contract in `base`, one file per learner in `catalogue`, and training, evaluation and files.
 
-A learner's name is the name of its file with hyphens. Nothing here imports torch before a learner is asked for.
+A learner's name is the name of its file with hyphens. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def find() -> dict[str, type[Learner]]:
 
 
 def get(name: str) -> type[Learner]:
-    """The learner of that name: one of the package, or a subclass of `Learner` that a program has defined."""
+    """The learner of that name: one of the package, or a subclass of `Learner` that your program has defined."""
     from bilevel.learners.base import Learner
 
     if name in names():
         module = importlib.import_module(f"{__name__}.catalogue.{name.replace('-', '_')}")
-        known = [kind for kind in vars(module).values() if inspect.isclass(kind) and issubclass(kind, Learner)]
+        candidates = [kind for kind in vars(module).values() if inspect.isclass(kind) and issubclass(kind, Learner)]
     else:
-        known = _subclasses(Learner)
-    for kind in known:
+        candidates = _subclasses(Learner)
+    for kind in candidates:
         if kind.name == name and not inspect.isabstract(kind):
             return kind
     raise unknown(name)
@@ -61,18 +61,20 @@ def fit(
     progress: bool | None = None,
     **settings: Any,
 ) -> Ending:
-    """Train a learner, of any module, with validation, checkpoints and early stopping, as `bilevel train` does.
+    """Train a learner with validation, checkpoints and early stopping, as `bilevel train` does.
 
-    The folder is that of a run. If it holds this training already, the training goes on bit for bit, or is just read
-    where it is finished. Ctrl-C saves and interrupts. At the end the learner has the weights of its best validation.
+    If the folder holds this training already, it is resumed, with the same result as without the interruption, bit for
+    bit; a finished training is only read. Ctrl-C saves a checkpoint and interrupts. At the end the learner has the
+    weights of its best validation.
 
     Args:
-        learner: what to train; `HyperRepresentation(module, shape)`, for example.
-        data: where the episodes come from, `bilevel.data.load("glyphs")` or a folder of class folders.
-        out: the folder.
-        progress: whether to draw a progress bar; None: where there is a terminal.
-        settings: those of `bilevel.learners.settings.TrainingSettings` that are not the learner's own: ways, shots,
-            meta_batch, iterations, lr, validate_every, seed, …
+        learner: the learner to train, for example `HyperRepresentation(module, shape)` with any module.
+        data: the data set of the episodes: `bilevel.data.load("glyphs")`, or `load` with the path of a folder that has
+            one folder of images per class.
+        out: the folder of the run.
+        progress: whether to draw a progress bar; None: only on a terminal.
+        settings: fields of `bilevel.learners.settings.TrainingSettings` that are not options of the learner: ways,
+            shots, meta_batch, iterations, lr, validate_every, seed, …
     """
     from bilevel.learners.runs import train_learner
 
@@ -80,14 +82,14 @@ def fit(
 
 
 def unknown(name: str) -> BilevelError:
-    """The error for a name that is no learner's."""
+    """The error for a name that no learner has."""
     return BilevelError(
-        f"There is no learner {name!r}. The learners are {', '.join(names())}. A class of your own is known after its "
+        f"There is no learner {name!r}. The learners are {', '.join(names())}. A class of your own is found after its "
         "module has been imported."
     )
 
 
 def _subclasses(kind: type[Any]) -> list[type[Any]]:
-    """Newest definition first, so that a class which is defined again in a session replaces the old one."""
-    found = [deeper for below in kind.__subclasses__() for deeper in (below, *_subclasses(below))]
-    return found[::-1]
+    """All subclasses, newest definition first: a class that is defined again in a session replaces the old one."""
+    subclasses = [deeper for direct in kind.__subclasses__() for deeper in (direct, *_subclasses(direct))]
+    return subclasses[::-1]

@@ -1,4 +1,4 @@
-"""The contract of few-shot learners: what a strategy must say of itself so that it can be trained, judged and kept."""
+"""The contract of few-shot learners: what a strategy must define to be trained, evaluated and saved."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from bilevel.learners.streams import TrainingStream
 
 Logits = Callable[[Tensor], Tensor]
-# The most numbers that an image may have.
+# The largest number of values (channels × height × width) that an image may have.
 LARGEST = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions:
-    """The settings of a learner, with types and defaults. They are checked when they are set.
+    """The settings of a learner, with types and defaults. The constructor checks the types.
 
-    A field that `TrainingSettings` has too (`steps`, `inner_lr`, `network`, …) is set by the option of that name of
-    `bilevel train`, any other with `--set name=value`.
+    In `bilevel train`, a field that `TrainingSettings` has too (`steps`, `inner_lr`, `network`, …) is set by the option
+    of that name, and any other field by `--set name=value`.
     """
 
     def __post_init__(self) -> None:
@@ -49,13 +49,13 @@ class LearnerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(LearnerOptions):
-    """What every learner with a network has.
+    """The settings of every learner with a network.
 
     Args:
-        network: its name; empty for a module of one's own.
+        network: the name of the network; empty for a module of your own.
         last_relu: whether a network that is given by its name ends with a ReLU.
         batch_norm: see `bilevel.models.batch_norm.MEANING`.
-        mirror: whether features are the mean over a picture and its mirror image; it takes twice the time.
+        mirror: whether features are the mean over an image and its mirror image, which takes twice the time.
     """
 
     network: str = ""
@@ -65,22 +65,23 @@ class NetworkOptions(LearnerOptions):
 
 
 def option(name: str) -> Any:
-    """An attribute of a learner that reads and changes one of its options."""
+    """A property of a learner that reads and sets one of its options."""
     return property(lambda self: getattr(self.options, name), lambda self, value: self.change(**{name: value}))
 
 
 class Learner(SavedLearner, ABC):
-    """A strategy for learning classes from a few images: λ, and what is done with an episode.
+    """A strategy for learning classes from a few images: λ, and how an episode uses it.
 
-    Subclass `ScoringLearner` where a strategy gives scores of queries directly (metric and memory strategies), and
-    `BilevelLearner` where it solves an inner problem for every episode. Both write the three abstract methods below.
+    Subclass `ScoringLearner` for a strategy that computes scores of queries directly (metric and memory strategies),
+    and `BilevelLearner` for one that solves an inner problem in every episode. Both implement the three abstract
+    methods below.
 
     Args:
         module: the network, from images N×C×H×W to features N×F, or the name of one of `bilevel.models`. It is copied.
-            Its parameters are leaves of λ. Learners whose options have no `network` take None.
+            Its parameters are leaves of λ. Pass None to a learner whose options have no `network`.
         shape: (C, H, W) of the images.
-        seed: of the weights.
-        chunk: episodes whose features are in memory at once.
+        seed: the seed of the weights.
+        chunk: how many episodes have their features in memory at the same time.
         options: the learner's settings, the fields of its class `Options`.
 
     Attributes:
@@ -92,18 +93,20 @@ class Learner(SavedLearner, ABC):
     name: ClassVar[str] = ""
     options: Any
     Options: ClassVar[type[LearnerOptions]] = NetworkOptions
-    # Settings of a training that the learner reads although they are no options of its own.
+    # Fields of `TrainingSettings` that the learner reads although they are not among its options.
     also_uses: ClassVar[frozenset[str]] = frozenset()
-    # What is meta-learned, in a word, for tables: representation, initialisation, optimisation, metric, memorisation or
-    # baseline.
+    # What is meta-learned, as one word for tables: representation, initialisation, optimisation, metric, memorisation
+    # or baseline.
     strategy: ClassVar[str] = "other"
     # Whether there is something to train.
     trains: ClassVar[bool] = True
-    # Whether `hypergradient` is the derivative of its value; first-order strategies say no.
+    # Whether `hypergradient` returns the derivative of its value. False for first-order strategies.
     exact: bool = True
-    # Whether training is on episodes; else `stream` says on what.
+    # Whether the training objective is the cross-entropy of the adapted classifier on the queries.
+    trains_on_cross_entropy: bool = True
+    # Whether training draws episodes. If not, override `stream`.
     episodic: ClassVar[bool] = True
-    # Whether renaming the classes renames the predictions and changes nothing else.
+    # Whether renumbering the classes only renumbers the predictions.
     symmetric: bool = True
     # Whether an adapted classifier is linear in the features of h_λ; `adapted(…).matrix` then holds its weights.
     linear: ClassVar[bool] = False
@@ -123,7 +126,7 @@ class Learner(SavedLearner, ABC):
         chunk: int = 4,
         **options: Any,
     ) -> None:
-        if len(shape) != 3 or any(type(side) is not int or side < 1 for side in shape) or prod(shape) > LARGEST:
+        if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape) or prod(shape) > LARGEST:
             raise BilevelError(
                 f"shape={shape} must be (channels, height, width), (1, 28, 28) for example: whole numbers ≥ 1 whose "
                 f"product is at most {LARGEST:,}."
@@ -131,107 +134,101 @@ class Learner(SavedLearner, ABC):
         if not isinstance(chunk, int) or chunk < 1:
             raise BilevelError(f"chunk={chunk} must be a whole number ≥ 1.")
         self.shape, self.chunk = tuple(shape), chunk
-        known = [f.name for f in fields(self.Options)]
-        if "network" in known:
+        names = [f.name for f in fields(self.Options)]
+        if "network" in names:
             options["network"] = module if isinstance(module, str) else ""
-        unknown = [key for key in options if key not in known]
+        unknown = [key for key in options if key not in names]
         if unknown:
-            raise BilevelError(
-                f"{self.name} has no setting {', '.join(unknown)}; its settings are {', '.join(known) or 'none'}."
-            )
-        chosen: Any = self.Options(**options)
-        self.options = chosen
-        mode: Mode = getattr(chosen, "batch_norm", "support")
+            raise BilevelError(f"{self.name} has no setting {', '.join(unknown)}; {self.describe_options()}.")
+        self.options = self.Options(**options)
+        mode: Mode = getattr(self.options, "batch_norm", "support")
         self._check_mode(mode)
         if isinstance(module, str):
-            module = build(module, shape[0], seed, chosen.last_relu)
-        self.representation = Representation(
-            nn.Flatten() if module is None else module,
-            mode,
-            getattr(chosen, "normalise", False),
-            getattr(chosen, "mirror", False),
-        )
+            module = build(module, shape[0], seed, self.options.last_relu)
+        normalise, mirror = (getattr(self.options, name, False) for name in ("normalise", "mirror"))
+        self.representation = Representation(nn.Flatten() if module is None else module, mode, normalise, mirror)
         self.lam = {key: value.detach().clone() for key, value in self.module.named_parameters()}
         if module is not None and not self.lam:
-            raise BilevelError("The module has no parameters, so there is no representation to learn.")
+            raise BilevelError(
+                "The module has no parameters, so there is no representation to learn. Pass one with parameters."
+            )
         self.features = self._count_features()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.build()
 
-    # ------------------------------------------------------------------------------------------- to be written
+    # ------------------------------------------------------------------------------------------- to implement
 
     def build(self) -> None:
-        """Add what λ has beside the network: `add_part`, or leaves of `self.lam`. torch is seeded."""
+        """Add leaves to λ beside those of the network: call `add_part`, or set items of `self.lam`. torch is seeded."""
 
     @abstractmethod
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean training objective of some stacked episodes, and its gradient in λ."""
+        """The mean training objective of stacked episodes, and its gradient with respect to λ."""
 
     @abstractmethod
     def chunk_accuracies(self, task: Task, steps: int) -> Tensor:
         """Episodes × steps: accuracies after 1…steps inner steps; episodes × 1 for learners without inner steps."""
 
     def chunk_last_accuracies(self, task: Task, steps: int) -> Tensor:
-        """The last column of `chunk_accuracies`; override it where that is less work than all of them."""
+        """The last column of `chunk_accuracies`. Override this method if one column is less work than all of them."""
         return self.chunk_accuracies(task, steps)[:, -1:]
 
     @abstractmethod
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
-        """A function from query images to logits N×ways, made from labelled images; `adapt` calls it."""
+        """Adapt to labelled images, and return a function from query images to logits N×ways; `adapt` calls it."""
 
     def group_size(self, meta_batch: int) -> int:
-        """Episodes of a meta-batch that a training differentiates together, so that four processes can share them."""
+        """How many episodes of a meta-batch are differentiated together; by default four processes can share them."""
         return max(1, min(self.chunk, meta_batch // 4))
 
     def chunk_size(self, count: int) -> int:
-        """How many of so many episodes are computed together."""
+        """How many of `count` episodes are computed together."""
         return self.chunk
 
     def check_episode(self, ways: int, shots: int) -> None:
-        """Raise a `BilevelError` if the learner cannot take such episodes; it is called before any work begins."""
+        """Raise a `BilevelError` if the learner cannot use such episodes. It is called before any work begins."""
 
     def inner_size(self, ways: int) -> int:
-        """How many numbers w has for an episode; 0 where there is no inner problem."""
+        """How many numbers w has in an episode; 0 if there is no inner problem."""
         return 0
 
     def certifiable(self, episodes: Task) -> tuple[Problem, Task] | None:
-        """A convex inner problem with λ fixed, for `certify`, if the learner has one."""
+        """The inner problem with λ fixed, for `certify`; None if the learner has no convex inner problem."""
         return None
 
     @classmethod
     def stream(cls, settings: TrainingSettings, data: ImageDataset) -> TrainingStream:
-        """What a training of this learner draws; episodes unless the learner says otherwise."""
+        """The data that a training of this learner draws: episodes, unless a subclass overrides this method."""
         from bilevel.learners.streams import EpisodeStream
 
         return EpisodeStream(settings, data)
 
     @classmethod
     def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
-        """A learner with fresh weights for a training, with its network or a module of one's own."""
+        """A learner with new weights for a training, with the network of the settings or a module of your own."""
         height, width, channels = data.shape
-        given = cls.options_of(settings)
-        network = given.pop("network", None) if module is None else module
-        given.pop("network", None)
-        return cls(network, (channels, height, width), seed=settings.seed, **given)
+        options = cls.options_of(settings)
+        network = options.pop("network", None)
+        return cls(network if module is None else module, (channels, height, width), seed=settings.seed, **options)
 
     # ------------------------------------------------------------------------------------------- parts of λ
 
     def add_part(self, name: str, module: nn.Module) -> None:
-        """Make the module's parameters leaves of λ, `name.…`; `self.part(name, lam, …)` calls it."""
+        """Add a module whose parameters are leaves of λ, called `name.…`. `self.part(name, lam, …)` runs it."""
         added = self.representation.add_part(name, module)
         like = next(iter(self.lam.values()), None)
         self.lam |= {key: value if like is None else value.to(like) for key, value in added.items()}
 
     def part(self, name: str, lam: Mapping[str, Tensor], *arguments: Any) -> Any:
-        """The part of that name with the weights in λ."""
-        return self.representation.here().part(name, lam, *arguments)
+        """Run the part of that name with the weights in λ."""
+        return self.representation.of_this_thread().part(name, lam, *arguments)
 
     # ------------------------------------------------------------------------------------------- options
 
     @classmethod
     def options_of(cls, settings: TrainingSettings) -> dict[str, Any]:
-        """The learner's options in the settings of a training: those that all trainings share, and its own."""
+        """The learner's options in the settings of a training: fields of `TrainingSettings`, and its own `options`."""
         shared = {f.name for f in fields(TrainingSettings)}
         own = {f.name for f in fields(cls.Options)} - shared
         unknown = [key for key in settings.options if key not in own]
@@ -242,11 +239,11 @@ class Learner(SavedLearner, ABC):
 
     @classmethod
     def describe_options(cls) -> str:
-        """The names of its settings, for messages."""
+        """The names of the settings, for error messages."""
         return f"its settings are {', '.join(f.name for f in fields(cls.Options)) or 'none'}"
 
     def change(self, **options: Any) -> None:
-        """Change some of the options; those that decide about the shape of λ must stay."""
+        """Change some of the options. Options that determine the shape of λ must not be changed."""
         unknown = [key for key in options if not hasattr(self.options, key)]
         if unknown:
             raise BilevelError(f"{self.name} has no setting {', '.join(unknown)}; {self.describe_options()}.")
@@ -262,22 +259,22 @@ class Learner(SavedLearner, ABC):
             raise BilevelError(f"batch_norm={mode!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
         if mode not in self.batch_norm_modes:
             raise BilevelError(
-                f"{self.name} cannot follow batch_norm={mode!r}; pass {' or '.join(map(repr, self.batch_norm_modes))}."
+                f"{self.name} has no batch_norm={mode!r}; pass {' or '.join(map(repr, self.batch_norm_modes))}."
             )
 
     def describe(self) -> str:
-        """T and batch norm, where the learner has them, as the end of a sentence."""
+        """T and the batch norm mode, if the learner has them, as the end of a sentence."""
         steps = f", T = {self.steps}" if self.has_steps else ""
         return steps + (f", batch norm: {self.batch_norm}" if self.has_batch_norm else "")
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether the learner follows a batch norm mode."""
+        """Whether the learner has a batch norm mode."""
         return hasattr(self.options, "batch_norm")
 
     @property
     def has_steps(self) -> bool:
-        """Whether the learner takes a number of inner steps."""
+        """Whether the learner has a number of inner steps T."""
         return hasattr(self.options, "steps")
 
     @property
@@ -304,64 +301,67 @@ class Learner(SavedLearner, ABC):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], module: nn.Module | None = None) -> Self:
-        """A learner with fresh weights from what `settings()` said; `name` decides which learner."""
+        """A learner with new weights from the result of `settings()`; its `name` must be this learner's."""
         options = dict(settings)
         shape = tuple(options.pop("shape"))
         name = options.pop("name", None)  # a card of version 0.1 has no name
         if name is not None and name != cls.name:
-            raise BilevelError(f"These are the settings of the learner {name}, and {cls.name} was asked for.")
-        network = options.pop("network", None) if module is None else module
-        options.pop("network", None)
+            raise BilevelError(
+                f"These are the settings of the learner {name}, not of {cls.name}. Use {name}, or other settings."
+            )
+        network = options.pop("network", None)
+        network = network if module is None else module
         if not isinstance(network, (str, nn.Module, type(None))):
-            raise BilevelError(f"network={network!r:.60} is no name of a network.")
+            raise BilevelError(f"network={network!r:.60} is not the name of a network.")
         if not network and "network" in {f.name for f in fields(cls.Options)}:
             raise BilevelError(
-                "This learner has a module of its own, like the Multiclass baseline of `bilevel run variants`; in "
-                "Python, pass module=… with the same architecture."
+                "This learner was built with a module and not with the name of a network. Load it in Python, and pass "
+                "module=… with the same architecture."
             )
         return cls(network, shape, **options)
 
-    # ------------------------------------------------------------------------------------------- what it does
+    # ------------------------------------------------------------------------------------------- use
 
     def hypergradient(self, episodes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The training objective and its gradient in λ, means over the episodes.
+        """The training objective and its gradient with respect to λ, both as means over the episodes.
 
         Args:
-            episodes: stacked tensors (`Episodes.batch`), a list of tasks, or what the learner's own stream draws.
+            episodes: stacked tensors (`Episodes.batch`), a list of tasks, or whatever the learner's `stream` draws.
         """
         chunks = self._chunks(episodes)
         count, total = sum(len(chunk.train[0]) for chunk in chunks), dict[str, Tensor]()
         value = next(iter(self.lam.values())).new_zeros(())
         with closing(self.representation.each(self.chunk_hypergradient, chunks)) as results:
-            for chunk, (one, grads) in zip(chunks, results, strict=True):
+            for chunk, (chunk_value, grads) in zip(chunks, results, strict=True):
                 share = len(chunk.train[0]) / count
-                value = value + share * one
-                for name, g in grads.items():
-                    total[name] = total[name].add_(g, alpha=share) if name in total else share * g
+                value = value + share * chunk_value
+                for name, grad in grads.items():
+                    total[name] = total[name].add_(grad, alpha=share) if name in total else share * grad
         return value, total
 
     def accuracies(
         self, episodes: Task | Sequence[Task], steps: int | None = None, *, only_last: bool = False
     ) -> Tensor:
-        """Accuracy on the query sets after 1…steps inner steps: episodes × steps, or × 1 without inner steps.
+        """Accuracy on the query sets after 1…steps inner steps: episodes × steps.
 
-        With `only_last`, after the last step only: episodes × 1.
+        It is episodes × 1 for a learner without inner steps, and with `only_last`: after the last step.
         """
         work = self.chunk_last_accuracies if only_last else self.chunk_accuracies
         work = partial(work, steps=self.steps if steps is None or not self.has_steps else steps)
         return torch.cat(list(self.representation.each(work, self._chunks(episodes))))
 
     def adapt(self, images: Any, labels: Any, steps: int | None = None) -> FewShotClassifier:
-        """A classifier from a few labelled images, as the learner makes one for an episode.
+        """A classifier from a few labelled images, computed as in an episode.
 
         Args:
             images: floats N×C×H×W in [0, 1], or bytes N×H×W×C.
-            labels: one per image, of any kind; as many classes as there are different ones.
-            steps: inner steps, if not the learner's own.
+            labels: one hashable label per image. Different labels are different classes.
+            steps: the number of inner steps; None: the learner's own.
         """
         return FewShotClassifier(self, images, labels, steps)
 
-    def _here(self, episodes: Task | Sequence[Task]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _stacked_episodes(self, episodes: Task | Sequence[Task]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Support and query sets of the episodes, stacked and on the learner's device."""
         device = next((leaf.device for leaf in self.lam.values()), torch.device("cpu"))
         task = episodes
         if not isinstance(task, Task):
@@ -370,24 +370,24 @@ class Learner(SavedLearner, ABC):
             task = trees.map(lambda *parts: torch.stack(parts), *task)
         (images, labels), (queries, *answers) = task.train, task.val
         if not len(images):
-            raise BilevelError(f"The images are {list(images.shape)}: there is no episode; pass at least one.")
+            raise BilevelError(f"The images are {list(images.shape)}, which is no episode; pass at least one.")
         if images.shape[2:] != self.shape or queries.shape[2:] != self.shape:
             wanted = " × ".join(map(str, self.shape))
             raise BilevelError(
                 f"The images are {list(images.shape)} and {list(queries.shape)}; this learner takes stacked episodes, "
-                f"episodes × images × {wanted}, as Episodes.batch gives them, or a list of tasks."
+                f"episodes × images × {wanted}, as Episodes.batch returns them, or a list of tasks."
             )
         return (images.to(device), labels.to(device)), (queries.to(device), *(x.to(device) for x in answers))
 
     def _chunks(self, episodes: Task | Sequence[Task]) -> list[Task]:
-        both = known, asked = self._here(episodes)
-        parts = [list(zip(*(torch.split(x, self.chunk_size(len(x))) for x in one), strict=True)) for one in both]
-        if asked[0] is known[0]:  # one tensor that is both sets stays one
+        sets = support, query = self._stacked_episodes(episodes)
+        parts = [list(zip(*(torch.split(x, self.chunk_size(len(x))) for x in part), strict=True)) for part in sets]
+        if query[0] is support[0]:  # if one tensor is both sets, a part of it is both sets too
             parts[1] = [(images, *answers) for (images, _), (_, *answers) in zip(*parts, strict=True)]
         return [Task(*pair) for pair in zip(*parts, strict=True)]
 
     def _count_features(self) -> int:
-        """With the constant feature of the bias."""
+        """The number of features, including the constant feature of the bias."""
         with torch.no_grad():
             images = torch.zeros((2, *self.shape)).to(next(iter(self.lam.values()), torch.zeros(())))
             features = self.representation.raw(self.lam, images)

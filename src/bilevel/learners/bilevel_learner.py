@@ -25,7 +25,7 @@ from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 
-# The names of `--method`. None is the learner's own choice.
+# The values of `--method`. None is the default method of the learner.
 METHODS: dict[str, Method | None] = {
     "reverse": None,
     "reverse-sqrt": Reverse("sqrt"),
@@ -40,7 +40,7 @@ def _loss(problem: Problem, lam: Tree, batch: Any, w: Tree) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DescentOptions(NetworkOptions):
-    """What gradient descent on an episode needs.
+    """The settings of gradient descent in an episode.
 
     Args:
         steps: T, the inner steps.
@@ -59,16 +59,17 @@ class DescentOptions(NetworkOptions):
 
 
 class BilevelLearner(Learner):
-    """A strategy that is a bilevel problem: w of an episode descends on its support set, λ on the queries.
+    """A strategy that is a bilevel problem: w is trained on the support set of an episode, and λ on the query sets.
 
         L(w, λ) = cross-entropy of logits(w, λ, support),   w_0 = start(λ),   T steps of `dynamics`
         E(w, λ) = cross-entropy of logits(w, λ, queries),   f_T(λ) = mean over episodes of E(w_T, λ)
 
-    Every class counts the same in L, however many support images it has. Write `start` and `logits`. Override
-    `dynamics` for another Φ, `problem` for other objectives or an `encode`, `solutions` for another inner algorithm.
+    Every class has the same weight in L, whatever its number of support images. Implement `start` and `logits`.
+    Override `dynamics` for another Φ, `problem` for other objectives or an `encode`, `solutions` for another inner
+    algorithm.
 
     Args:
-        method: how ∇f_T is computed; any method of the engine. None: the learner's own, `default_method`.
+        method: how ∇f_T is computed; any method of the engine. None: `default_method`.
     """
 
     Options: ClassVar[type[LearnerOptions]] = DescentOptions
@@ -98,17 +99,17 @@ class BilevelLearner(Learner):
 
     @abstractmethod
     def start(self, lam: Tree, ways: int) -> Tree:
-        """w_0 = Φ_0(λ) for so many classes."""
+        """w_0 = Φ_0(λ) for this number of classes."""
 
     @abstractmethod
     def logits(self, w: Tree, lam: Tree, images: Tensor) -> Tensor:
-        """The logits N×ways of a set of images, or of what `problem(…).encode` made of them."""
+        """The logits N×ways of a set of images, or of the results of `problem(…).encode` if there is one."""
 
     def problem(self, ways: int, *, training: bool = True) -> Problem:
-        """The problem of one episode, whose task is Task((support, labels), (queries, answers))."""
+        """The bilevel problem of one episode. Its task is Task((support, labels), (queries, answers))."""
 
         def inner(w: Tree, lam: Tree, batch: tuple[Tensor, Tensor]) -> Tensor:
-            with self.representation.here().unfused():  # a step holds the gradient, which is differentiated again
+            with self.representation.of_this_thread().unfused():  # ∇L is part of a step, so it is differentiated again
                 logits, labels = self.logits(w, lam, batch[0]), batch[1]
             return F.cross_entropy(logits, labels, weight=1 / torch.bincount(labels, minlength=ways).to(logits))
 
@@ -118,14 +119,14 @@ class BilevelLearner(Learner):
         return Problem(inner, outer, lambda lam: self.start(lam, ways))
 
     def kept_problem(self, ways: int, *, training: bool = True) -> Problem:
-        """`problem`, built once: the engine checks every problem at its first use."""
+        """`problem`, built once, because the engine checks every new problem at its first use."""
         key = (ways, training, self.method)
         if key not in self._problems:
             self._problems[key] = self.problem(ways, training=training)
         return self._problems[key]
 
     def solutions(self, problem: Problem, task: Task, steps: int) -> Iterator[Tree]:
-        """w_1, …, w_steps for a task that is encoded already."""
+        """w_1, …, w_steps for an encoded task."""
         dynamics = as_function_of_lam(self.dynamics)(self.lam)
         w = problem.init(self.lam)
         state = dynamics.init(w)
@@ -134,7 +135,7 @@ class BilevelLearner(Learner):
             yield w
 
     def __getstate__(self) -> dict[str, Any]:
-        # The problems are functions of this learner; a copy makes its own.
+        # The problems hold references to this learner, so a copy builds its own.
         return {**self.__dict__, "_problems": {}}
 
     # ------------------------------------------------------------------------------------------- the contract
@@ -147,9 +148,8 @@ class BilevelLearner(Learner):
         problem = self.kept_problem(int(labels.max()) + 1)
         tasks = [Task((images[i], labels[i]), tuple(x[i] for x in task.val[:2])) for i in range(len(images))]
         method = self.method or self.default_method
-        steps = self.steps
-        found = hypergradient(problem, self.lam, tasks, dynamics=self.dynamics, steps=steps, method=method)
-        return found.value, found.grad
+        result = hypergradient(problem, self.lam, tasks, dynamics=self.dynamics, steps=self.steps, method=method)
+        return result.value, result.grad
 
     def chunk_accuracies(self, task: Task, steps: int) -> Tensor:
         return self._accuracies(task, steps, range(1, steps + 1))
@@ -164,17 +164,17 @@ class BilevelLearner(Learner):
         rows = []
         for i in range(len(images)):
             encoded = self._encoded(problem, Task((images[i], labels[i]), (queries[i], answers[i])))
-            right = [
+            accuracies = [
                 (self.logits(w, self.lam, encoded.val[0]).argmax(1) == answers[i]).double().mean()
                 for t, w in enumerate(self.solutions(problem, encoded, steps), 1)
                 if t in scored
             ]
-            rows.append(torch.stack(right))
+            rows.append(torch.stack(accuracies))
         return torch.stack(rows)
 
     def solution(self, problem: Problem, support: Tensor, labels: Tensor, steps: int) -> Tree:
         """w_steps for a support set."""
-        # The queries come later, and an `encode` may need the support set for them.
+        # The queries are not known yet. An `encode` expects some, so it gets the support set twice.
         encoded = self._encoded(problem, Task((support, labels), (support, labels)))
         *_, w = self.solutions(problem, encoded, steps)
         return w

@@ -1,9 +1,9 @@
 """Calibrated probabilities: a temperature from meta-validation, its error on meta-test, and "none of these".
 
-    p(class | x) = softmax(z/τ),   τ = argmin over τ of the mean of −log p(answer | x)
+    p(class | x) = softmax(z/τ),   τ = argmin over τ of the mean of −log p(answer | x), smoothed; see `temperature`
 
-A picture is "none of these" where the largest logit is below a threshold. The threshold for a false-alarm rate r is the
-r-quantile of the largest logits of pictures that do belong to one of the classes.
+A picture is "none of these" if its score (`bilevel.learners.belonging`) is below a threshold. The threshold for a
+false-alarm rate r is the r-quantile of the scores of pictures that belong to one of the classes.
 """
 
 from __future__ import annotations
@@ -17,42 +17,46 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
+from bilevel.learners.belonging import BELONGING
 from bilevel.tasks.episodes import Episodes
 
 if TYPE_CHECKING:
     from bilevel.learners.base import Learner
     from bilevel.learners.classifier import FewShotClassifier
 
-# Equally wide bins of confidence over which the calibration error is summed.
+# The number of equally wide bins of confidence in the calibration error.
 BINS = 15
-# The temperature is kept within these bounds; without errors on meta-validation it would go to zero.
+# Bounds of the temperature.
 COLDEST, HOTTEST = 1 / 64, 64.0
 # False-alarm rates for which a card holds a threshold.
 RATES = (0.01, 0.02, 0.05, 0.1, 0.2)
+# Queries of each class in an episode of a calibration, at most.
 QUERIES = 5
-# Classifiers that are made to score the labelled pictures by others; more labelled pictures are left out together.
+# The most folds of the cross-validation over the labelled pictures.
 MOST_FOLDS = 10
-# Classes, or labelled pictures of each, that nobody has.
+# A number of classes, or of labelled pictures per class, above this one is an error in the file.
 MOST = 10**9
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known about a learner's logits on episodes with so many classes and examples.
+    """How to turn a learner's logits into probabilities, measured on episodes with one number of ways and of shots.
 
     Attributes:
-        ways: classes of the episodes.
+        ways: classes of an episode.
         shots: labelled pictures of each class.
-        batch_norm: the mode, None for learners without.
-        steps: T, None for learners without.
-        episodes: as many on meta-validation as on meta-test.
+        batch_norm: the batch norm mode; None for learners without batch norm.
+        steps: T; None for learners without inner steps.
+        episodes: the number of episodes on meta-validation, and on meta-test.
         temperature: τ, from meta-validation.
         error_before: expected calibration error on meta-test with τ = 1.
-        error: the same with τ.
+        error: expected calibration error on meta-test with the fitted τ.
         accuracy: on meta-test.
-        thresholds: by false-alarm rate, the largest logit below which a picture is "none of these".
-        false_alarms: by rate, the share of pictures of the classes that were called so on meta-test.
-        found: by rate, the share of pictures of other classes that were called so; None without other classes.
+        thresholds: for every false-alarm rate, the threshold on the score; below it a picture is "none of these".
+        false_alarms: for every rate, the share of pictures of the classes that were "none of these" on meta-test.
+        found: for every rate, the share of pictures of other classes that were "none of these"; None if there are no
+            other classes.
+        score: the name of the score; see `bilevel.learners.belonging`.
     """
 
     ways: int
@@ -67,6 +71,7 @@ class Calibration:
     thresholds: dict[str, float]
     false_alarms: dict[str, float]
     found: dict[str, float] | None
+    score: str = "logit"
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,11 +80,13 @@ class Calibration:
     def of(cls, values: Mapping[str, Any]) -> Calibration:
         try:
             made = cls(**values)
-            numbers = [made.temperature, *made.thresholds.values()]
-            bounded = all(math.isfinite(number) for number in numbers) and COLDEST <= made.temperature <= HOTTEST
-            counted = all(type(number) is int and 1 <= number <= MOST for number in (made.ways, made.shots))
-            if not bounded or not counted:
+            shares = [*made.false_alarms.values(), *({} if made.found is None else made.found).values()]
+            finite = all(map(math.isfinite, [made.temperature, *made.thresholds.values(), *shares]))
+            counts = all(type(count) is int and 1 <= count <= MOST for count in (made.ways, made.shots))
+            if not finite or not COLDEST <= made.temperature <= HOTTEST or not counts:
                 raise ValueError("a number in it is out of bounds")
+            if made.score not in BELONGING:
+                raise ValueError(f"there is no score {made.score!r:.60}")
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BilevelError(
                 f"The calibration in the card cannot be used: {error}. Evaluate the model again."
@@ -87,41 +94,43 @@ class Calibration:
         return made
 
     def threshold(self, rate: float) -> float:
-        """The largest logit below which a picture is "none of these" with this false-alarm rate."""
+        """The threshold on the score for this false-alarm rate."""
         key = f"{rate:g}"
         if key not in self.thresholds:
             raise BilevelError(
-                f"--none {rate:g} is not known to the model's card; it has {', '.join(self.thresholds)}."
+                f"The model's card has no threshold for --none {rate:g}. Pass one of {', '.join(self.thresholds)}."
             )
         return self.thresholds[key]
 
     def describe_found(self, rate: float) -> str:
-        """How many pictures of other classes were called so on meta-test, as a sentence; "" where that is not known."""
+        """The share of pictures of other classes that were found on meta-test, as a sentence; "" if it is unknown."""
         share = (self.found or {}).get(f"{rate:g}")
         if share is None:
             return ""
-        said = f" On meta-test it found {share:.0%} of pictures of other classes"
-        return (
-            f"{said}, hardly more than by chance: do not rely on it with this model."
-            if share < 2 * rate
-            else f"{said}."
-        )
+        warning = ", hardly more than by chance: do not rely on it with this model" if share < 2 * rate else ""
+        return f" On meta-test it found {share:.0%} of pictures of other classes{warning}."
 
 
 def temperature(logits: Tensor, answers: Tensor) -> float:
-    """τ > 0 with the least mean cross-entropy of softmax(z/τ). The objective is convex in β = 1/τ: safeguarded Newton.
+    """τ > 0 that minimises the mean cross-entropy of softmax(z/τ), with 1/(N + C) as the target of every wrong class.
+
+    N is the number of pictures and C that of classes (Platt, 1999). Without this, τ would be zero if there is no error
+    among the pictures, and every later answer would have a probability of 1.
+
+    The objective is convex in β = 1/τ, and is minimised over β by a safeguarded Newton method.
 
     >>> z = torch.tensor([[2.0, 0.0], [2.0, 0.0], [2.0, 0.0], [2.0, 0.0]])
-    >>> round(temperature(z, torch.tensor([0, 0, 0, 1])), 4)  # three of four right: 2/τ = log 3
-    1.8205
+    >>> round(temperature(z, torch.tensor([0, 0, 0, 1])), 4)  # the targets' mean is 2/3: 2/τ = log 2
+    2.8854
     """
     z = logits.double() - logits.double().gather(1, answers[:, None])
+    wanted = z.sum(1) / sum(z.shape)
     low, high = 1 / HOTTEST, 1 / COLDEST
     beta = 1.0
     for _ in range(100):
         p = (beta * z).softmax(1)
         mean = (p * z).sum(1)
-        slope, curvature = float(mean.mean()), float(((p * z.square()).sum(1) - mean.square()).mean())
+        slope, curvature = float((mean - wanted).mean()), float(((p * z.square()).sum(1) - mean.square()).mean())
         low, high = (low, beta) if slope > 0 else (beta, high)
         step = beta - slope / curvature if curvature > 0 else math.inf
         new = step if low < step < high else (low * high) ** 0.5
@@ -137,10 +146,10 @@ def calibration_error(probabilities: Tensor, answers: Tensor, bins: int = BINS) 
     >>> calibration_error(torch.tensor([[0.8, 0.2], [0.8, 0.2]]), torch.tensor([0, 1]))  # |1/2 − 0.8|
     0.3
     """
-    confidence, said = probabilities.double().max(1)
-    right = (said == answers).double()
-    which = (confidence * bins).ceil().long().clamp(1, bins) - 1
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, right - confidence)
+    confidence, predicted = probabilities.double().max(1)
+    correct = (predicted == answers).double()
+    bin_of = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, bin_of, correct - confidence)
     return round(float(gaps.abs().sum()) / len(answers), 12)
 
 
@@ -151,21 +160,23 @@ def quantile(scores: Tensor, rate: float) -> float:
 
 
 def calibrate(learner: Learner, val: Episodes, test: Episodes, count: int, steps: int) -> Calibration:
-    """Fit on episodes 0…count − 1 of meta-validation, and measure on as many of meta-test.
+    """Fit on episodes 0…count − 1 of meta-validation, and measure on the same number of meta-test.
 
     Args:
         learner: in the batch norm mode in which it will be used.
         val: episodes of meta-validation.
         test: episodes of meta-test, with the same ways and shots.
-        count: how many of each.
+        count: the number of episodes of each split.
         steps: T.
     """
-    logits, answers, strangers = _logits(learner, val, count, steps)
-    tau = temperature(logits, answers)
-    best = logits.max(1).values
-    thresholds = {f"{rate:g}": quantile(best, rate) for rate in RATES}
-    logits, answers, strangers = _logits(learner, test, count, steps)
-    best, others = logits.max(1).values, None if strangers is None else strangers.max(1).values
+    queries = _classified(learner, val, count, steps)
+    tau = temperature(queries.logits, queries.answers)
+    score, thresholds = _best_score(queries)
+    queries = _classified(learner, test, count, steps)
+
+    def share_below(scores: Tensor) -> dict[str, float]:
+        return {key: float((scores < bound).double().mean()) for key, bound in thresholds.items()}
+
     return Calibration(
         val.ways,
         val.shots,
@@ -173,64 +184,95 @@ def calibrate(learner: Learner, val: Episodes, test: Episodes, count: int, steps
         steps if learner.has_steps else None,
         count,
         tau,
-        calibration_error(logits.double().softmax(1), answers),
-        calibration_error((logits.double() / tau).softmax(1), answers),
-        float((logits.argmax(1) == answers).double().mean()),
+        calibration_error(queries.logits.double().softmax(1), queries.answers),
+        calibration_error((queries.logits.double() / tau).softmax(1), queries.answers),
+        float((queries.logits.argmax(1) == queries.answers).double().mean()),
         thresholds,
-        {key: float((best < bound).double().mean()) for key, bound in thresholds.items()},
-        None if others is None else {key: float((others < bound).double().mean()) for key, bound in thresholds.items()},
+        share_below(queries.scores[score]),
+        None if queries.scores_of_others is None else share_below(queries.scores_of_others[score]),
+        score,
     )
 
 
-def own_threshold(classifier: FewShotClassifier, rate: float) -> tuple[float, int] | None:
-    """A threshold from the labelled pictures themselves, each scored by a classifier without it, and their number.
+def _best_score(queries: _ClassifiedQueries) -> tuple[str, dict[str, float]]:
+    """The score that finds most pictures of other classes, and its thresholds."""
+    scores = queries.scores
+    thresholds = {name: {f"{rate:g}": quantile(values, rate) for rate in RATES} for name, values in scores.items()}
+    middle = f"{RATES[len(RATES) // 2]:g}"
+    others = queries.scores_of_others
+    found = {
+        name: 0.0 if others is None else float((others[name] < bounds[middle]).double().mean())
+        for name, bounds in thresholds.items()
+    }
+    best = max(found, key=lambda name: found[name])
+    return best, thresholds[best]
 
-    The k-th smallest of n scores, k = ⌊rate·(n + 1)⌋, is undercut by a new picture of the classes with probability at
-    most k/(n + 1) if its score is distributed like theirs. None where there are too few pictures for this rate.
+
+def threshold_from_support(
+    classifier: FewShotClassifier, rate: float, score: str = "logit"
+) -> tuple[float, int] | None:
+    """A threshold from the labelled pictures, each scored by a classifier without it; and the number of pictures.
+
+    The threshold is the k-th smallest of n scores, k = ⌊rate·(n + 1)⌋. A new picture of the classes has a lower score
+    with probability at most k/(n + 1), if its score has the same distribution. The result is None if there are too few
+    pictures for this rate.
     """
     numbers, images = classifier.numbers, classifier.support
-    place = torch.cat([torch.arange(int(count)) for count in torch.bincount(numbers)])
-    order = torch.argsort(numbers, stable=True)
-    fold = torch.empty_like(numbers)
-    fold[order] = place % MOST_FOLDS
     counts = torch.bincount(numbers)
+    place_in_class = torch.cat([torch.arange(int(count)) for count in counts])
+    fold = torch.empty_like(numbers)
+    fold[torch.argsort(numbers, stable=True)] = place_in_class % MOST_FOLDS
     if int(counts.min()) < 2 or int(rate * (len(numbers) + 1)) < 1:
         return None
     scores = []
-    for held in range(min(MOST_FOLDS, int(counts.max()))):
-        out = fold == held
-        steps = classifier.steps if classifier.learner.has_steps else None
-        rest = classifier.learner.adapt(images[~out], numbers[~out], steps)
-        scores.append(rest.scores(images[out]).max(1).values)
-    ordered = torch.cat(scores).double().sort().values
+    steps = classifier.steps if classifier.learner.has_steps else None
+    for k in range(min(MOST_FOLDS, int(counts.max()))):
+        left_out = fold == k
+        others = classifier.learner.adapt(images[~left_out], numbers[~left_out], steps)
+        scores.append(BELONGING[score](others, images[left_out]))
+    ordered = torch.cat(scores).sort().values
     return float(ordered[int(rate * (len(ordered) + 1)) - 1]), len(ordered)
 
 
 def nearest(calibrations: Sequence[Mapping[str, Any]], ways: int, shots: float, mode: str | None) -> Calibration | None:
-    """The calibration for the nearest number of classes and examples, by ratio, in that batch norm mode."""
-    known = [Calibration.of(values) for values in calibrations]
-    known = [one for one in known if one.batch_norm == mode]
-    return min(known, key=lambda one: _distance(one, ways, shots), default=None)
+    """The calibration in that batch norm mode with the nearest ways and shots, compared by their ratios."""
+    candidates = [made for made in map(Calibration.of, calibrations) if made.batch_norm == mode]
+    return min(candidates, key=lambda made: _distance(made, ways, shots), default=None)
 
 
-def _distance(one: Calibration, ways: int, shots: float) -> float:
-    return abs(math.log(one.ways / ways)) + abs(math.log(one.shots / shots))
+def _distance(made: Calibration, ways: int, shots: float) -> float:
+    return abs(math.log(made.ways / ways)) + abs(math.log(made.shots / shots))
+
+
+@dataclass(frozen=True)
+class _ClassifiedQueries:
+    """Logits, answers and scores by name of the queries of episodes, and the scores of queries of other classes."""
+
+    logits: Tensor
+    answers: Tensor
+    scores: dict[str, Tensor]
+    scores_of_others: dict[str, Tensor] | None
 
 
 @torch.no_grad()
-def _logits(learner: Learner, episodes: Episodes, count: int, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Logits of the queries, their answers, and logits of queries of as many other classes as there are."""
+def _classified(learner: Learner, episodes: Episodes, count: int, steps: int) -> _ClassifiedQueries:
+    """The queries of episodes 0…count − 1, and queries of other classes: at most as many classes as in an episode."""
     ways = episodes.ways
     others = min(ways, episodes.sampler.count - ways)
     drawn = replace(episodes, ways=ways + others, queries=min(episodes.queries, QUERIES))
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    logits, given, own, outside = [], [], [], []
     for number in range(count):
         task = drawn(number)
         (images, labels), (queries, answers, *_) = task.train, task.val
         classifier = learner.adapt(images[labels < ways], labels[labels < ways], steps if learner.has_steps else None)
-        ours = answers < ways
-        # Apart, because the statistics of a query set must not know of the strangers.
-        strange = classifier.scores(queries[~ours]) if others else classifier.scores(queries[ours])[:0]
-        parts.append((classifier.scores(queries[ours]), answers[ours], strange))
-    logits, answers, strange = (torch.cat(part) for part in zip(*parts, strict=True))
-    return logits, answers, strange if others else None
+        inside = answers < ways
+        logits.append(classifier.scores(queries[inside]))
+        given.append(answers[inside])
+        own.append({name: score(classifier, queries[inside]) for name, score in BELONGING.items()})
+        if others:  # a separate call, because batch norm may use statistics of a query set
+            outside.append({name: score(classifier, queries[~inside]) for name, score in BELONGING.items()})
+    return _ClassifiedQueries(torch.cat(logits), torch.cat(given), _joined(own), _joined(outside) if others else None)
+
+
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in BELONGING}

@@ -1,4 +1,4 @@
-"""One classifier over all classes of meta-training, beside the episodes or instead of them."""
+"""The loss of one classifier over all classes of meta-training, in addition to the episodes or instead of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bilevel.errors import BilevelError
 
 Classifier = Literal["linear", "cosine"]
 PREFIX = "classifier."
-# exp(…) of it multiplies the cosines at the start.
+# The logarithm of the factor on the cosines at the start of training.
 TEMPERATURE = math.log(10.0)
 
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """The cross-entropy of all classes at once, as a function of leaves of λ whose names begin with `classifier.`.
+    """The cross-entropy over all classes, a function of the features and of leaves of λ called `classifier.…`.
 
     Args:
-        classes: their number.
-        kind: "linear" is θᵀφ + b; "cosine" is exp(τ)·cos(θ, φ) with a learned τ, for which only angles count.
-        smoothing: the probability that is spread over all classes.
+        classes: the number of classes.
+        kind: "linear" has the logits θᵀφ + b, "cosine" the logits exp(τ)·cos(θ, φ) with a learned τ.
+        smoothing: the label smoothing: how much of the target probability is spread evenly over all classes.
     """
 
     classes: int
@@ -38,7 +38,7 @@ class ClassLoss:
             raise BilevelError(f"classifier={self.kind!r} is unknown; pass one of {', '.join(get_args(Classifier))}.")
 
     def new(self, features: int, seed: int) -> dict[str, Tensor]:
-        """Fresh leaves for so many features, drawn with the seed."""
+        """New leaves for this number of features, drawn with the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             weight = nn.init.xavier_uniform_(torch.empty(self.classes, features))
@@ -57,6 +57,6 @@ class ClassLoss:
         return F.linear(features, weight, lam[f"{PREFIX}bias"])
 
     def __call__(self, lam: Mapping[str, Tensor], features: Tensor, labels: Tensor) -> Tensor:
-        """The mean over all examples, however they are stacked: features … × F, labels …."""
+        """The mean over all examples: features … × F, labels …, with any leading axes."""
         logits = self.logits(lam, features.flatten(0, -2))
         return F.cross_entropy(logits, labels.flatten(), label_smoothing=self.smoothing)

@@ -1,4 +1,4 @@
-"""Configuration files of trainings in TOML, YAML or JSON; a run's config.json is one. Nothing here imports torch."""
+"""Configuration files of trainings in TOML, YAML or JSON, such as the config.json of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ else:
     import tomli as tomllib
 
 ENDINGS = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML", ".json": "JSON"}
-# More than any configuration has.
+# A larger file is not a configuration.
 MOST_BYTES = 1_000_000
-# Settings that may be the path of a folder; where it is relative, it is relative to the file.
+# Settings that may be the path of a folder. A relative path is relative to the configuration file.
 PATHS = ("dataset", "initial")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a file says about a training: the preset it begins with, settings, and the threads that a run recorded."""
+    """The configuration in a file: a preset, changes to it, and the number of threads if the file is of a run."""
 
     preset: str | None
     settings: dict[str, Any]
@@ -36,16 +36,18 @@ class Configuration:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The content of a TOML, YAML or JSON file, by the ending of its name; anything but a table is an error."""
+    """The contents of a TOML, YAML or JSON file, by its suffix. They must be a table."""
     kind = ENDINGS.get(path.suffix.lower())
     if kind is None:
-        raise BilevelError(f"{path} must be named {', '.join('…' + ending for ending in ENDINGS)}, after its format.")
+        raise BilevelError(f"{path} must have a name that ends in {', '.join(ENDINGS)}, according to its format.")
     try:
         if path.exists() and not path.is_file():
-            raise BilevelError(f"{path} is no file; pass a configuration in TOML, YAML or JSON.")
+            raise BilevelError(f"{path} is not a file; pass a configuration in TOML, YAML or JSON.")
         if path.exists() and path.stat().st_size > MOST_BYTES:
-            raise BilevelError(f"{path} has more than {MOST_BYTES:,} bytes, which no configuration has.")
-        found = read_json(path) if kind == "JSON" else _parsed(path.read_text(encoding="utf-8"), kind)
+            raise BilevelError(
+                f"{path} has more than {MOST_BYTES:,} bytes, so it is not a configuration; pass another file."
+            )
+        table = read_json(path) if kind == "JSON" else _parsed(path.read_text(encoding="utf-8"), kind)
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
     except RecursionError as error:
@@ -54,37 +56,37 @@ def read_table(path: Path) -> dict[str, Any]:
         if isinstance(error, BilevelError):
             raise
         raise BilevelError(f"{path} is not a {kind} file: {error}.") from error
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise BilevelError(f"{path} must hold settings by name, such as `ways = 5` (TOML) or `ways: 5` (YAML).")
-    return found
+    return table
 
 
 def read_configuration(path: Path) -> Configuration:
     """The configuration in a file: `settings` of a run's config.json, or settings by name, possibly with a `preset`.
 
-    Settings that only one learner has are in a table `options`. What is not known is an error that lists what is.
+    Settings that only one learner has are in a table `options`. An unknown name is an error that lists the known ones.
     """
-    found = read_table(path)
-    # What `bilevel train` writes has more in it than settings: the command, the data, the commit.
-    recorded = isinstance(found.get("settings"), dict)
-    values = dict(found["settings"] if recorded else found)
+    table = read_table(path)
+    # The config.json of a run has the settings under a key of their own, beside the command, the data and the commit.
+    recorded = isinstance(table.get("settings"), dict)
+    values = dict(table["settings"] if recorded else table)
     preset = None if recorded else values.pop("preset", None)
     if preset is not None and not isinstance(preset, str):
         raise BilevelError(f"{path}: preset={preset!r} is not the name of a preset.")
     hints = get_type_hints(TrainingSettings)
     for key in values:
         if key not in hints:
-            near = get_close_matches(key, hints, 1)
-            maybe = f" Did you mean {near[0]}?" if near else ""
+            similar = get_close_matches(key, hints, 1)
+            suggestion = f" Did you mean {similar[0]}?" if similar else ""
             raise BilevelError(
-                f"{path}: {key} is no setting.{maybe} The settings are preset, "
-                f"{', '.join(f.name for f in fields(TrainingSettings))}. Those that only one learner has belong to "
-                "`options`."
+                f"{path}: there is no setting {key}.{suggestion} The settings are preset, "
+                f"{', '.join(f.name for f in fields(TrainingSettings))}. Settings that only one learner has go "
+                "into `options`."
             )
     settings = {key: _typed(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
     for key in PATHS:
-        settings |= _from_here(settings, key, path.parent)
-    threads = found.get("threads") if recorded else None
+        settings |= _absolute(settings, key, path.parent)
+    threads = table.get("threads") if recorded else None
     return Configuration(preset, settings, threads if isinstance(threads, int) and threads > 0 else None)
 
 
@@ -99,7 +101,7 @@ def _parsed(text: str, kind: str) -> Any:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """A value of the setting's type: YAML reads 1e-3 as text, and a list stands for a text with commas."""
+    """The value as the type of the setting: YAML reads 1e-3 as text; a list becomes a text with commas."""
     if hint is str and isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return ",".join(map(str, value))
     if hint in (int, float) and isinstance(value, str):
@@ -110,7 +112,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     return value
 
 
-def _from_here(settings: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
+def _absolute(settings: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
+    """The setting as an absolute path, if it is the path of a folder relative to `folder`; else nothing."""
     value = settings.get(key)
     if not isinstance(value, str) or not value or value.startswith(ZOO_PREFIX) or not (folder / value).is_dir():
         return {}

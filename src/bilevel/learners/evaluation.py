@@ -1,4 +1,4 @@
-"""How good a learner is: accuracy over many episodes, with its 95 % interval, for every number of inner steps."""
+"""Evaluating a learner: accuracy over many episodes with its 95 % interval, for every number of inner steps."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from bilevel.training.stopping import Interrupted, StopRequest
 if TYPE_CHECKING:
     from bilevel.learners.base import Learner
 
-# Episodes drawn and classified at a time; it bounds memory and does not change the result.
+# How many episodes are drawn and classified at a time. It bounds memory and does not change the result.
 GROUP = 20
 
 
 class Judgeable(Protocol):
-    """What can be judged: it takes stacked episodes and says how often it is right after 1…steps inner steps."""
+    """What `judge` can evaluate: an object that returns accuracies on stacked episodes."""
 
     def accuracies(self, episodes: Task, steps: int) -> Tensor:
-        """Episodes × steps, or episodes × 1 where a learner takes no steps."""
+        """Accuracies after 1…steps inner steps, episodes × steps; episodes × 1 for a learner without inner steps."""
 
 
 @dataclass(frozen=True)
 class AfterAllSteps:
-    """A learner that is judged after all its inner steps only, which is less work than after each of them."""
+    """Evaluates a learner after its last inner step only, which is less work than after each step."""
 
     learner: Learner
     has_steps = False
@@ -44,7 +44,7 @@ class AfterAllSteps:
 class EpisodeScore:
     """Mean accuracy after every number of steps 1…T, and the half-width of its 95 % interval, 1.96·std/√episodes.
 
-    `per_episode` has the accuracies themselves, episodes × steps.
+    `per_episode` holds the accuracies of all episodes, episodes × steps.
     """
 
     means: tuple[float, ...]
@@ -54,7 +54,7 @@ class EpisodeScore:
 
     @property
     def best_steps(self) -> int:
-        """The number of steps with the highest mean; the smallest of equals."""
+        """The number of steps with the highest mean; the smallest one if several are equal."""
         return 1 + max(range(len(self.means)), key=lambda i: (self.means[i], -i))
 
 
@@ -67,7 +67,7 @@ def judge(
     report: Callable[[int], None] = lambda done: None,
     stop: StopRequest | bool = False,
 ) -> EpisodeScore:
-    """Accuracies on episodes 0…count − 1 of the stream; `Interrupted` if a process is asked to stop."""
+    """The score on episodes 0…count − 1. It raises `Interrupted` if a process is asked to stop."""
     if count < 2:
         raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
     world = world or World()
@@ -88,8 +88,8 @@ def judge(
 
 
 @dataclass(frozen=True)
-class Final:
-    """Scores on meta-validation for every T, the T that was best there, and the score on meta-test with it."""
+class FinalScore:
+    """Scores on meta-validation for every T, the best T there, and the score on meta-test with that T."""
 
     validation: EpisodeScore
     steps: int
@@ -111,12 +111,12 @@ def choose_and_test(
     count: int,
     tried: range,
     report: Callable[[int], None] = lambda done: None,
-) -> Final:
-    """Choose T among `tried` on meta-validation; meta-test is looked at once, with that T. 2·count episodes in all."""
+) -> FinalScore:
+    """Choose T among `tried` on `count` episodes of meta-validation, and evaluate it once on as many of meta-test."""
     tried = tried if getattr(learner, "has_steps", True) else range(1, 2)
     validation = judge(learner, val, count, tried[-1], report=report)
     steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
-    return Final(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
+    return FinalScore(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
 
 
 def _groups(count: int) -> Sequence[range]:

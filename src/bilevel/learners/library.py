@@ -1,4 +1,4 @@
-"""Finding a trained learner: a run's folder, a saved file, or the zoo that comes with the package."""
+"""Loading a trained learner: from the folder of a run, a saved file, or the zoo that comes with the package."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ if TYPE_CHECKING:
     from bilevel.data.preparation import Preparation
 
 PREFIX = ZOO_PREFIX
-# What is said of a learner that was saved without saying what it was trained on.
+# The data set in the settings of a learner whose card names none.
 UNKNOWN = "unknown data"
-# The file in a run's folder that `bilevel evaluate` writes.
+# The file that `bilevel evaluate` and `bilevel calibrate` write into the folder of a run.
 CALIBRATION = "calibration.json"
-# Endings of the two files of a saved learner.
+# Suffixes of the two files of a saved learner.
 ENDINGS = (".safetensors", ".json")
 
 
 @dataclass(frozen=True)
 class TrainedLearner:
-    """A learner with what is known about it; `weights` are all tensors that were saved, a classifier's too."""
+    """A trained learner with its settings and card.
+
+    `weights` are all saved tensors, also those of a classifier over all classes that the learner does not use.
+    """
 
     name: str
     learner: Any
@@ -46,32 +49,34 @@ class TrainedLearner:
 
     @property
     def preparation(self) -> Preparation:
-        """How a picture becomes what the learner takes; a card of an earlier version does not say, but its data do."""
+        """How a picture becomes an input of the learner: from the card, or from the data set if the card is older."""
         from bilevel.data.preparation import Preparation
 
         recorded = self.card.get("preparation")
         if recorded is not None:
             return Preparation.of(recorded)
         channels, height, width = self.learner.shape
-        known = data_sources().get(self.settings.dataset)
-        gray = "drawing" if known is None else known.pictures
+        source = data_sources().get(self.settings.dataset)
+        gray = "drawing" if source is None else source.pictures
         return Preparation(gray if channels == 1 else "photograph", channels, height, width)
 
     @property
     def knows_preparation(self) -> bool:
-        """Whether the card or the data say how pictures are prepared; otherwise `preparation` is a guess."""
+        """Whether the card or the data set determine how pictures are prepared. Otherwise `preparation` is a guess."""
         return self.card.get("preparation") is not None or self.settings.dataset in data_sources()
 
     @property
     def calibrations(self) -> list[dict[str, Any]]:
-        """What `bilevel evaluate` found out about its probabilities."""
-        found = self.card.get("calibrations") or []
-        if not isinstance(found, list):
-            raise BilevelError(f"The calibrations of {self.name} are {found!r:.60}, and not a list. Evaluate it again.")
-        return found
+        """The calibrations in the card, as `bilevel evaluate` and `bilevel calibrate` write them."""
+        recorded = self.card.get("calibrations") or []
+        if not isinstance(recorded, list):
+            raise BilevelError(
+                f"The calibrations of {self.name} are {recorded!r:.60}, and not a list. Evaluate the model again."
+            )
+        return recorded
 
     def for_use(self) -> TrainedLearner:
-        """The same in the batch norm mode in which a query stands for itself, where it was trained in another."""
+        """The same model with batch norm mode "support" instead of "episode", so that predictions are independent."""
         learner = self.learner
         if learner.has_batch_norm and learner.batch_norm == "episode" and "support" in learner.batch_norm_modes:
             learner = copy.deepcopy(learner)
@@ -80,34 +85,34 @@ class TrainedLearner:
         return self
 
     def settings_of_input(self) -> dict[str, Any]:
-        """Settings with which a training on a folder takes the same network and the same kind of pictures."""
-        how, options = self.preparation, self.learner.options
+        """Settings for a training on a folder of pictures with the same network and the same kind of pictures."""
+        preparation, options = self.preparation, self.learner.options
         shared = ("network", "last_relu", "normalise")
         return {
             **{name: getattr(options, name) for name in shared if hasattr(options, name)},
-            "image_size": how.height,
-            "channels": "gray" if how.channels == 1 else "rgb",
-            "prepare": how.kind,
+            "image_size": preparation.height,
+            "channels": "gray" if preparation.channels == 1 else "rgb",
+            "prepare": preparation.kind,
         }
 
     def check_data(self, data: ImageDataset) -> None:
-        """Refuse to judge it on other images than it was trained on: its training classes may be among the test's."""
+        """Refuse other data than those of the training, because training classes may be among their test classes."""
         if self.card.get("data", {}).get("fingerprint") not in (None, data.fingerprint):
             raise BilevelError(
                 f"The images of {data.name} are not those that {self.name} was trained on, so its training classes may "
-                "be among those of the test. Judge it on the data it was trained on; `bilevel classify` takes any "
+                "be among the test classes. Evaluate it on the data of its training; `bilevel classify` takes any "
                 "pictures."
             )
 
     @property
     def stages(self) -> list[dict[str, Any]]:
-        """Command, hyperiterations, images and minutes of every training that led to it, the first one first."""
+        """Command, hyperiterations, images and minutes of every stage of its training, in their order."""
         stages: list[dict[str, Any]] = []
         card: Any = self.card
         while isinstance(card, dict) and card:
-            known = card.get("training")
+            training = card.get("training")
             facts = {"hyperiterations": None, "images": None, "minutes": None}
-            facts |= known if isinstance(known, dict) else {}
+            facts |= training if isinstance(training, dict) else {}
             stages.append({"command": card.get("command"), "settings": card.get("settings"), **facts})
             card = card.get("initial")
         return stages[::-1]
@@ -119,13 +124,13 @@ def zoo() -> dict[str, dict[str, Any]]:
 
 
 def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> TrainedLearner:
-    """The learner that `spec` names, possibly with another batch norm mode.
+    """Load the model that `spec` names.
 
     Args:
         spec: `zoo:NAME`, the folder of a run or of a training in stages, or the path of a saved learner, with or
-            without its ending.
-        batch_norm: a mode other than the one it was trained with.
-        near: a folder that a path which begins with ../ is relative to.
+            without its suffix.
+        batch_norm: a batch norm mode; None: that of the training.
+        near: if `spec` begins with ../, the folder that it is relative to.
     """
     if near is not None and spec.startswith("../"):
         spec = str((near / spec).resolve())
@@ -133,43 +138,46 @@ def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> 
     if is_recipe(Path(spec)):
         spec = _last_stage(Path(spec))
     if spec.startswith(PREFIX):
-        found = _from_zoo(spec.removeprefix(PREFIX))
+        model = _from_zoo(spec.removeprefix(PREFIX))
     elif RunFolder(Path(spec)).exists() or Path(spec).is_dir():
-        found = _from_run(Path(spec))
+        model = _from_run(Path(spec))
     elif Path(spec).with_name(Path(spec).name + ".json").exists():
-        found = _from_files(spec, Path(spec))
+        model = _from_files(spec, Path(spec))
     else:
         raise BilevelError(
-            f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or one that "
-            f"comes with the package: {', '.join(PREFIX + name for name in zoo())}."
+            f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or a model "
+            f"that comes with the package: {', '.join(PREFIX + name for name in zoo())}."
         )
-    if batch_norm is None or batch_norm == found.learner.batch_norm:
-        return found
+    if batch_norm is None or batch_norm == model.learner.batch_norm:
+        return model
     if batch_norm == "running":
-        raise BilevelError("batch_norm='running' needs averages from training, and this model was trained without.")
-    settings = TrainingSettings.of({**found.settings.plain(), "batch_norm": batch_norm})
-    found.learner.batch_norm = settings.batch_norm
-    return replace(found, settings=settings)
+        raise BilevelError(
+            f"batch_norm='running' needs running averages, and {spec} was trained without them. Pass 'support' or "
+            "'episode', or train with --batch-norm running."
+        )
+    settings = TrainingSettings.of({**model.settings.plain(), "batch_norm": batch_norm})
+    model.learner.batch_norm = settings.batch_norm
+    return replace(model, settings=settings)
 
 
 def _stem(spec: str) -> str:
-    """The path of a saved learner without its ending; other paths as they are."""
+    """The path of a saved learner without its suffix; other paths are returned as they are."""
     return str(Path(spec).with_suffix("")) if Path(spec).suffix in ENDINGS and not Path(spec).is_dir() else spec
 
 
-def keep_calibrations(spec: str, found: TrainedLearner, calibrations: list[dict[str, Any]]) -> None:
-    """Write them into the folder of the run, or into the card of the saved learner, that `spec` names."""
+def save_calibrations(spec: str, model: TrainedLearner, calibrations: list[dict[str, Any]]) -> None:
+    """Write calibrations into the folder of the run, or into the card of the saved learner, that `spec` names."""
     if is_recipe(Path(spec)):
         spec = _last_stage(Path(spec))
     if RunFolder(Path(spec)).exists():
-        kept = {"weights": found.card["weights"], "calibrations": calibrations}
-        write_json(Path(spec) / CALIBRATION, kept, sealed=True)
+        contents = {"weights": model.card["weights"], "calibrations": calibrations}
+        write_json(Path(spec) / CALIBRATION, contents, sealed=True)
     else:
-        write_json(Path(f"{_stem(spec)}.json"), {**found.card, "calibrations": calibrations}, sealed=True)
+        write_json(Path(f"{_stem(spec)}.json"), {**model.card, "calibrations": calibrations}, sealed=True)
 
 
 def _last_stage(path: Path) -> str:
-    """The last stage of a recipe that has weights."""
+    """The folder of the last stage of a recipe that has weights."""
     stages = [path / folder for folder in Recipe.read(path).folders()]
     trained = [stage for stage in stages if RunFolder(stage).best.exists()]
     if not trained:
@@ -179,28 +187,30 @@ def _last_stage(path: Path) -> str:
 
 def _from_zoo(name: str) -> TrainedLearner:
     if name not in zoo():
-        raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo())}.")
+        raise BilevelError(f"The zoo has no model {name!r}. Its models are {', '.join(zoo())}.")
     return _from_files(PREFIX + name, ZOO / name)
 
 
 def _from_files(name: str, stem: Path) -> TrainedLearner:
     card = read_json(stem.with_name(stem.name + ".json"))
     if not isinstance(card, dict) or not isinstance(card.get("learner"), dict):
-        raise BilevelError(f"{stem}.json is not the card of a learner that `learner.save` or `evaluate --save` wrote.")
+        raise BilevelError(
+            f"{stem}.json is not the card of a learner. Pass one that `learner.save` or `evaluate --save` wrote."
+        )
     weights = read_tensors(stem.with_name(stem.name + ".safetensors"))[0]
-    learner = rebuilt(card["learner"], f"{stem}.json")
+    learner = learner_from_settings(card["learner"], f"{stem}.json")
     learner.set_weights(weights)
     learner.recall_preparation(card.get("preparation"))
     return TrainedLearner(name, learner, _settings(card, learner), card, weights)
 
 
 def _settings(card: dict[str, Any], learner: Learner) -> TrainingSettings:
-    """Those in the card; `learner.save(path)` alone knows the learner's options and not how it was trained."""
+    """The settings in the card. If it has none (`learner.save(path)` writes none), they come from the options."""
     if "settings" in card:
         return TrainingSettings.of(card["settings"])
     shared = {f.name for f in fields(TrainingSettings)}
-    known = {name: value for name, value in asdict(learner.options).items() if name in shared}
-    return TrainingSettings(**{**known, "learner": learner.name, "dataset": UNKNOWN})
+    options = {name: value for name, value in asdict(learner.options).items() if name in shared}
+    return TrainingSettings(**{**options, "learner": learner.name, "dataset": UNKNOWN})
 
 
 def _from_run(path: Path) -> TrainedLearner:
@@ -211,39 +221,41 @@ def _from_run(path: Path) -> TrainedLearner:
     if file is None:
         raise BilevelError(f"{path} holds no weights yet; the run has not reached its first validation.")
     weights, facts = read_tensors(file)
-    learner = rebuilt(config.get("learner"), str(folder.config_file))
+    learner = learner_from_settings(config.get("learner"), str(folder.config_file))
     learner.set_weights(weights)
     learner.recall_preparation(config.get("preparation"))
     metrics = read_metrics(folder.path)
-    minutes = [line["minutes"] for line in metrics if _is_of(line, facts)]
+    minutes = [line["minutes"] for line in metrics if _is_validation_of(line, facts)]
     curve = [
         [line["iteration"], line["score"], line["interval"]] for line in metrics if {"score", "interval"} <= line.keys()
     ]
-    done = facts.get("iteration")
-    images = None if done is None else done * settings.images_in_iteration
-    training = {"hyperiterations": done, "images": images, "minutes": minutes[0] if minutes else None}
+    iterations = facts.get("iteration")
+    images = None if iterations is None else iterations * settings.images_in_iteration
+    training = {"hyperiterations": iterations, "images": images, "minutes": minutes[0] if minutes else None}
     card = {**config, "weights": facts, "training": training, "curve": curve}
-    kept = read_json(path / CALIBRATION) if (path / CALIBRATION).exists() else None
-    if isinstance(kept, dict) and kept.get("weights") == facts:
-        card["calibrations"] = kept.get("calibrations")
+    recorded = read_json(path / CALIBRATION) if (path / CALIBRATION).exists() else None
+    if isinstance(recorded, dict) and recorded.get("weights") == facts:
+        card["calibrations"] = recorded.get("calibrations")
     return TrainedLearner(str(path), learner, settings, card, weights)
 
 
-def rebuilt(settings: Any, where: str) -> Learner:
-    """The learner that these `settings()` describe, with fresh weights; a card of version 0.1 names none.
+def learner_from_settings(settings: Any, where: str) -> Learner:
+    """The learner that these `settings()` describe, with new weights. A card of version 0.1 names no learner.
 
     Args:
-        settings: what a file says, which may be anything.
-        where: that file, for messages.
+        settings: what a file contains; it is not trusted.
+        where: the name of that file, for messages.
     """
     try:
         return learners.get(settings.get("name", "hyper-representation")).from_settings(settings)
     except BilevelError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise BilevelError(f"{where} does not say which learner this is ({error!r}).") from error
+        raise BilevelError(
+            f"{where} does not describe a learner ({error!r}). Train or save the model again."
+        ) from error
 
 
-def _is_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Whether a line of the metrics is the validation that these weights come from."""
+def _is_validation_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:
+    """Whether a line of the metrics is the validation at which these weights were saved."""
     return "minutes" in line and line.get("iteration") == facts.get("iteration")

@@ -1,4 +1,4 @@
-"""What learners with a linear classifier of the features share: an episode's classifier is a function of λ."""
+"""The base classes of learners with a linear classifier on the features, which is a function of λ and the episode."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import Learner, LearnerOptions, NetworkOptions
-from bilevel.learners.representation import CENTRE, LENGTH
+from bilevel.learners.representation import CENTRE, FIRST_LENGTH, LENGTH
 from bilevel.models import heads
 from bilevel.problem import Problem, Task
 
 Leaves = Mapping[str, Tensor]
-# Features of one length begin with this one; learning moves it.
-FIRST_LENGTH = 6.0
 # Leaves of λ: the logarithms of the factor on all logits and of the penalty on w.
 SCALE, PENALTY = "head.log_scale", "head.log_penalty"
-# Features with a smaller ν are not made longer: they are zero up to rounding.
+# The lower bound of ν: features with a smaller ν are zero up to rounding.
 SMALLEST = 1e-12
 
 
@@ -34,9 +32,9 @@ class HeadOptions(NetworkOptions):
     """The settings of every learner with a linear classifier.
 
     Args:
-        normalise: whether features are centred and of one length; see `HyperRepresentation`.
-        scale: the factor on all logits at the start of training; it is learned.
-        penalty: the penalty on the classifier at the start of training; it is learned.
+        normalise: whether features are centred and scaled to one length; see `HyperRepresentation`.
+        scale: the initial factor on all logits; it is learned.
+        penalty: the initial penalty on the classifier; it is learned.
     """
 
     normalise: bool = False
@@ -53,8 +51,9 @@ class HeadOptions(NetworkOptions):
 class LinearHead(Learner):
     """logits(x) = s·h_λ(x)ᵀW with W = W(h_λ(S), λ), the classifier of a support set S; the scale s is learned.
 
-    Episodes are stacked, and their classifiers computed together, in double precision. Write `weights`, which is
-    differentiated as it is. Every class counts the same, however many support images it has (`row_weights`).
+    Episodes are stacked, and their classifiers are computed together in double precision. Implement `weights`; autograd
+    differentiates it. Every class should have the same weight, whatever its number of support images: use
+    `row_weights`.
     """
 
     strategy: ClassVar[str] = "representation"
@@ -74,14 +73,14 @@ class LinearHead(Learner):
         """W, episodes × F × ways, from features episodes × examples × F and labels episodes × examples."""
 
     def prepared(self, lam: Leaves, support: Tensor, queries: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
-        """The features of both sets as the classifier takes them; override it to scale them."""
+        """The features of both sets as inputs of the classifier. Override this method to scale them."""
         return support, queries
 
     def represent_episodes(
         self, lam: Leaves, images: Tensor, labels: Tensor, queries: Tensor, ways: int, *, training: bool
     ) -> tuple[Tensor, ...]:
         """The features of stacked episodes, the constant one last."""
-        support, query = self.representation.here().episodes(lam, images, queries, training=training)
+        support, query = self.representation.of_this_thread().episodes(lam, images, queries, training=training)
         return self.prepared(lam, support.double(), query.double(), labels, ways)
 
     @staticmethod
@@ -111,13 +110,13 @@ class LinearHead(Learner):
     @torch.no_grad()
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> HeadLogits:
         images, numbers = support[None], labels[None]
-        known = self.represent_episodes(self.lam, images, numbers, images, ways, training=False)[0]
-        return HeadLogits(self, images, numbers, self.weights(self.lam, known, numbers, ways))
+        features = self.represent_episodes(self.lam, images, numbers, images, ways, training=False)[0]
+        return HeadLogits(self, images, numbers, self.weights(self.lam, features, numbers, ways))
 
 
 @dataclass(frozen=True)
 class HeadLogits:
-    """s·h_λ(x)ᵀW, the logits of queries, with the classifier W of a support set (one stacked episode)."""
+    """The logits s·h_λ(x)ᵀW of queries, with the classifier W of a support set (one stacked episode)."""
 
     learner: LinearHead
     support: Tensor
@@ -133,26 +132,28 @@ class HeadLogits:
 
     @property
     def matrix(self) -> Tensor:
-        """W, features × classes, with the logits h(x)ᵀW: `prepared` and the scale are part of it."""
+        """The matrix, features × classes, that gives the logits h(x)ᵀ·matrix. It includes `prepared` and the scale."""
         learner = self.learner
-        known = learner.representation.here().episodes(learner.lam, self.support, self.support, training=False)[0]
-        # The logits are affine in the features, so those of zero and of the unit vectors say everything.
-        units = torch.eye(known.shape[2], dtype=torch.float64, device=known.device).roll(1, 0)
+        representation = learner.representation.of_this_thread()
+        support = representation.episodes(learner.lam, self.support, self.support, training=False)[0]
+        # The logits are affine in the features, so their values at zero and at the unit vectors determine them.
+        units = torch.eye(support.shape[2], dtype=torch.float64, device=support.device).roll(1, 0)
         units[:, -1] = 1
         ways = self.weights.shape[-1]
-        _, seen = learner.prepared(learner.lam, known.double(), units[None], self.labels, ways)
-        logits = learner.logits(learner.lam, seen, self.weights)[0]
+        _, inputs = learner.prepared(learner.lam, support.double(), units[None], self.labels, ways)
+        logits = learner.logits(learner.lam, inputs, self.weights)[0]
         return torch.cat([logits[1:] - logits[:1], logits[:1]])
 
 
 class SolvedHead(LinearHead):
-    """A linear classifier that minimises a convex inner objective; the engine solves and differentiates it.
+    """A linear classifier that minimises a convex inner objective. The engine solves and differentiates it.
 
-    f(λ) = E(w_λ, λ) is the value at the minimiser w_λ itself, so there is no number of steps to choose. Write `inner`,
-    `start` and `classifier`, and say how the engine comes to the minimiser: `method`, `dynamics`, `inner_steps`.
+    f(λ) = E(w_λ, λ) is the value at the minimiser w_λ, so there is no number of steps to choose. Implement `inner`,
+    `start` and `classifier`, and define how the engine computes the minimiser: `best_method`, `dynamics`,
+    `inner_steps`.
     """
 
-    # Steps of `dynamics` from `start`. Methods that compute the minimiser themselves need none.
+    # Steps of `dynamics` from `start`. Methods that compute the minimiser by another algorithm ignore them.
     inner_steps: ClassVar[int] = 1
     method: Method | None = None
 
@@ -163,33 +164,33 @@ class SolvedHead(LinearHead):
 
     @abstractmethod
     def inner(self, ways: int) -> Any:
-        """L(w, λ, batch); the batch is what `batch` returns."""
+        """The inner objective L(w, λ, batch), where the batch is what `batch` returns."""
 
     @abstractmethod
     def start(self, lam: Leaves, episodes: int, ways: int, examples: int) -> Tensor:
-        """w_0 for so many episodes, which the minimiser does not depend on."""
+        """w_0 for this number of episodes. The minimiser does not depend on it."""
 
     @abstractmethod
     def classifier(self, w: Tensor, lam: Leaves, support: Tensor, labels: Tensor) -> Tensor:
-        """W, episodes × F × ways, from the minimiser w."""
+        """The classifier W, episodes × F × ways, from the minimiser w."""
 
     @abstractmethod
-    def best_method(self, unknowns: int) -> Method:
-        """How ∇f is computed where w has so many numbers, unless `method` says it."""
+    def best_method(self) -> Method:
+        """How ∇f is computed if `method` is None."""
 
     @property
     @abstractmethod
     def dynamics(self) -> DynamicsLike:
-        """Φ, whose limit is the minimiser."""
+        """The dynamics Φ; its limit is the minimiser."""
 
     def batch(self, lam: Leaves, support: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
-        """What the inner objective needs of a support set."""
+        """The data of a support set that the inner objective uses."""
         return support, labels
 
     def problem(self, episodes: int, ways: int, examples: int, *, encoded: bool = False) -> Problem:
-        """The bilevel problem of so many episodes, stacked; `encoded`: of their features, which do not depend on λ."""
+        """The bilevel problem of stacked episodes. With `encoded`, a task holds features instead of images."""
         key = (episodes, ways, examples, encoded)
-        if key not in self._problems:  # kept, because the engine checks every problem at its first use
+        if key not in self._problems:  # stored, because the engine checks every new problem at its first use
             self._problems[key] = self._new_problem(*key)
         return self._problems[key]
 
@@ -208,43 +209,43 @@ class SolvedHead(LinearHead):
             return self.start(lam, episodes, ways, examples)
 
         if encoded:
-            # Only its minimiser is asked for, and E of a support set may be zero up to rounding, which differences
-            # cannot tell from a wrong derivative.
+            # Only the minimiser is used. E on a support set may be zero up to rounding, and a comparison of its
+            # derivative with differences would then fail.
             return Problem(self.inner(ways), outer, init, check_derivatives=False)
         return Problem(self.inner(ways), outer, init, encode)
 
     def solved(self, problem: Problem, lam: Leaves, task: Task, **settings: Any) -> Hypergradient:
-        """f and ∇f of a problem of `problem`."""
-        method = self.method or self.best_method(problem.init(lam).numel())
+        """f and ∇f of a problem that `problem` returned."""
+        method = self.method or self.best_method()
         return hypergradient(
             problem, lam, task, dynamics=self.dynamics, steps=self.inner_steps, method=method, **settings
         )
 
     def weights(self, lam: Leaves, support: Tensor, labels: Tensor, ways: int) -> Tensor:
-        """W at the minimiser, without a graph."""
-        own = {name: leaf for name, leaf in lam.items() if name.startswith("head.")}
+        """W at the minimiser, without an autograd graph."""
+        of_head = {name: leaf for name, leaf in lam.items() if name.startswith("head.")}
         problem = self.problem(len(support), ways, support.shape[1], encoded=True)
         task = Task(self.batch(lam, support, labels, ways), (support, labels, support, labels))
         with torch.enable_grad():
-            w = self.solved(problem, own, task, allow_unused=True).inner
+            w = self.solved(problem, of_head, task, allow_unused=True).inner
         return self.classifier(w, lam, support, labels)
 
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
         labels = task.train[1]
         problem = self.problem(len(labels), int(labels.max()) + 1, labels.shape[1])
-        found = self.solved(problem, self.lam, Task(task.train, task.val[:2]))
-        return found.value.to(found.grad[SCALE]), found.grad
+        result = self.solved(problem, self.lam, Task(task.train, task.val[:2]))
+        return result.value.to(result.grad[SCALE]), result.grad
 
     def inner_size(self, ways: int) -> int:
         return self.start(self.lam, 1, ways, ways).numel()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The problems are functions of this learner; a copy makes its own.
+        # The problems hold references to this learner, so a copy builds its own.
         return {**self.__dict__, "_problems": {}}
 
 
 def row_weights(labels: Tensor, ways: int) -> Tensor:
-    """The weights of examples, episodes × examples, with which every class counts the same; their mean is 1.
+    """Weights of the examples, episodes × examples, that give every class the same total weight. Their mean is 1.
 
     >>> [round(weight, 4) for weight in row_weights(torch.tensor([[0, 0, 0, 1]]), 2)[0].tolist()]
     [0.6667, 0.6667, 0.6667, 2.0]
@@ -254,10 +255,10 @@ def row_weights(labels: Tensor, ways: int) -> Tensor:
 
 
 def of_unit_curvature(support: Tensor, queries: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The features over √ν, with ν = λ_max(ΦᵀSΦ)/n: afterwards the weighted mean of squared errors has the curvature 1.
+    """The features divided by √ν, ν = λ_max(ΦᵀSΦ)/n, so that the weighted mean of squared errors has curvature 1.
 
-    Proximal steps of one size then converge on every episode, and a penalty means the same on each. The factor is part
-    of the representation and is differentiated with it.
+    S is the diagonal matrix of `weights`. Proximal steps of one size then converge in every episode, and a penalty has
+    the same effect in each. The factor is part of the representation and is differentiated with it.
     """
     rows = support * weights.sqrt()[..., None]
     wide = rows if rows.shape[1] <= rows.shape[2] else rows.mT

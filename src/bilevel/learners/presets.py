@@ -1,4 +1,4 @@
-"""The paper's few-shot experiments as settings (Section 5.2 and Appendix D). Nothing here imports torch."""
+"""Presets: the settings of the paper's few-shot experiments (Section 5.2 and Appendix D). Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ MINIIMAGENET = TrainingSettings(dataset="miniimagenet")
 
 
 def _all() -> dict[str, TrainingSettings]:
-    found = {}
+    presets = {}
     for ways, meta_batch in ((5, 32), (20, 16)):
         for shots in (1, 5):
             name = f"omniglot-{ways}way-{shots}shot"
-            found[name] = TrainingSettings(rotations=True, ways=ways, shots=shots, meta_batch=meta_batch)
-            # The paper's step size comes near 2/ν or above it, so the default bounds it. This one does not.
-            found[f"{name}-paper"] = replace(found[name], step_bound=0)
+            presets[name] = TrainingSettings(rotations=True, ways=ways, shots=shots, meta_batch=meta_batch)
+            # The paper's step size can be above 2/ν, so the default bounds it. The preset "-paper" does not.
+            presets[f"{name}-paper"] = replace(presets[name], step_bound=0)
     for shots, meta_batch in ((1, 4), (5, 2)):
-        found[f"miniimagenet-c4l-{shots}shot"] = replace(
+        presets[f"miniimagenet-c4l-{shots}shot"] = replace(
             MINIIMAGENET, network="c4l", shots=shots, meta_batch=meta_batch, inner_lr=0.01
         )
-        found[f"miniimagenet-rn-{shots}shot"] = replace(
+        presets[f"miniimagenet-rn-{shots}shot"] = replace(
             MINIIMAGENET, network="rn", shots=shots, meta_batch=2, inner_lr=0.04
         )
-    found["glyphs-5way-1shot"] = TrainingSettings(
+    presets["glyphs-5way-1shot"] = TrainingSettings(
         dataset="glyphs", meta_batch=8, iterations=2000, validate_every=200, validation_episodes=200
     )
-    return found
+    return presets
 
 
 PRESETS = _all()
 
 
 def _staged(network: str, small: int, full: int, episodes: int) -> Recipe:
-    """Pretraining on small images, then on whole ones, then the bilevel problem; hyperiterations of each stage."""
-    # Batch norm's averages and the classifier over all classes carry over from stage to stage.
+    """Pretraining on small images, pretraining on full images, then the bilevel problem.
+
+    Args:
+        network: the name of the network.
+        small, full, episodes: the number of hyperiterations of each stage.
+    """
+    # All stages share these, so that running averages and the classifier over all classes can be taken over.
     common = TrainingSettings(
         dataset="miniimagenet",
         network=network,
@@ -83,20 +88,22 @@ RECIPES = {
 
 
 def preset(name: str) -> TrainingSettings:
-    """The settings of that name.
+    """The settings of a preset.
 
     >>> preset("omniglot-20way-5shot").meta_batch
     16
     """
     if name not in PRESETS:
-        staged = f"; in stages {', '.join(RECIPES)}" if name not in RECIPES else ""
+        staged = f"; presets in stages: {', '.join(RECIPES)}" if name not in RECIPES else ""
         raise BilevelError(f"There is no preset {name!r}. The presets are {', '.join(PRESETS)}{staged}.")
     return PRESETS[name]
 
 
 def for_learner(settings: TrainingSettings, name: str) -> TrainingSettings:
-    """The same training with another learner. A preset's inner steps and the like are those of its own learner; the
-    other one begins with its own defaults, and keeps the network and batch norm.
+    """The same training with another learner.
+
+    The network and batch norm are kept. Other settings of the learner (inner steps, …) become the defaults of the new
+    learner, because those of a preset were chosen for its own.
 
     >>> for_learner(preset("miniimagenet-c4l-1shot"), "maml").inner_lr
     0.1
@@ -107,8 +114,7 @@ def for_learner(settings: TrainingSettings, name: str) -> TrainingSettings:
     if issubclass(kind, learners.get(settings.learner)):
         return replace(settings, learner=name, options={})
     defaults = {f.name: f.default for f in fields(TrainingSettings)} | {f.name: f.default for f in fields(kind.Options)}
-    known = {f.name for f in fields(kind.Options)}
-    kept = {"network", "batch_norm"} & known
+    kept = {"network", "batch_norm"} & {f.name for f in fields(kind.Options)}
     changed: dict[str, Any] = {key: defaults[key] for key in LEARNER_FIELDS - kept}
     if "batch_norm" in kept and settings.batch_norm not in kind.batch_norm_modes:
         changed["batch_norm"] = kind.batch_norm_modes[0]

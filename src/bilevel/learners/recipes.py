@@ -1,4 +1,4 @@
-"""Trainings in stages, each of which begins with the weights of the one before it. Nothing here imports torch."""
+"""Recipes: trainings in stages, each of which begins with the weights of the one before. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from bilevel.errors import BilevelError
 from bilevel.learners.configuration import read_table
 from bilevel.learners.settings import TrainingSettings
 
-# The file that makes a folder the folder of a recipe.
+# The file in the folder of a recipe that holds the recipe.
 FILE = "recipe.json"
-# What every stage of a recipe must share: the weights of one would not fit the next.
+# Settings that all stages of a recipe must share. Otherwise the weights of one stage would not fit the next.
 SHARED = ("dataset", "network", "last_relu", "rotations")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages in their order, by name. Each has a folder of its own, `NUMBER-NAME`, in the recipe's folder.
+    """The stages by name, in their order. Each stage has a folder `NUMBER-NAME` in the recipe's folder.
 
     >>> recipe = Recipe({"first": TrainingSettings(), "second": TrainingSettings(lr=1e-4)})
     >>> recipe.folders(), recipe.stages["second"].initial
@@ -36,7 +36,10 @@ class Recipe:
         linked, before = {}, ""
         for (name, settings), folder in zip(self.stages.items(), self.folders(), strict=True):
             if before and settings.initial not in ("", f"../{before}"):
-                raise BilevelError(f"Stage {name!r} begins with the stage before it; leave its `initial` out.")
+                raise BilevelError(
+                    f"Stage {name!r} begins with the weights of the stage before it, not with initial="
+                    f"{settings.initial!r}. Leave its `initial` out."
+                )
             linked[name] = replace(settings, initial=f"../{before}") if before else settings
             before = folder
         object.__setattr__(self, "stages", linked)
@@ -52,13 +55,13 @@ class Recipe:
         ]
         if wrong:
             lines = "\n".join(f"  {line}" for line in wrong)
-            raise BilevelError(f"The stages of this recipe do not fit each other:\n{lines}")
+            raise BilevelError(f"All stages of a recipe must have the same {', '.join(SHARED)}. These differ:\n{lines}")
 
     def folders(self) -> list[str]:
         return [f"{number}-{name}" for number, name in enumerate(self.stages, 1)]
 
     def changed(self, given: Mapping[str, Any]) -> Recipe:
-        """The recipe with these settings in all of its stages."""
+        """The recipe with these settings changed in all stages."""
         return Recipe({name: replace(settings, **given) for name, settings in self.stages.items()})
 
     def plain(self) -> dict[str, Any]:
@@ -66,46 +69,54 @@ class Recipe:
 
     @classmethod
     def read(cls, folder: Path) -> Recipe:
-        """The recipe of a folder that has one."""
+        """The recipe in a folder."""
         from bilevel.files import read_json
 
-        return cls._recorded(read_json(folder / FILE), folder / FILE)
+        return cls._of_json(read_json(folder / FILE), folder / FILE)
 
     @classmethod
-    def _recorded(cls, found: Any, path: Path) -> Recipe:
-        stages = found.get("stages") if isinstance(found, dict) else None
+    def _of_json(cls, contents: Any, path: Path) -> Recipe:
+        stages = contents.get("stages") if isinstance(contents, dict) else None
         if not isinstance(stages, dict) or not all(isinstance(values, dict) for values in stages.values()):
-            raise BilevelError(f"{path} is not the recipe of a training in stages.")
+            raise BilevelError(
+                f"{path} does not hold a recipe. Restore the file, or begin a new training in another folder."
+            )
         return cls({name: TrainingSettings.of(values) for name, values in stages.items()})
 
     @classmethod
     def load(cls, path: Path) -> Recipe:
-        """From a file with a table [[stage]] for each: its name and the settings that are not the defaults'."""
+        """From a file with one table [[stage]] per stage: its name, and the settings that differ from the defaults."""
         return cls.of_table(read_table(path), path)
 
     @classmethod
-    def of_table(cls, found: dict[str, Any], path: Path) -> Recipe:
-        """From what such a file holds, or the recipe.json of a folder; `path` is for messages."""
-        if "stages" in found:
-            return cls._recorded(found, path)
-        stages = found.pop("stage", None)
-        common = {key: value for key, value in found.items() if not isinstance(value, (dict, list))}
-        if not isinstance(stages, list) or len(common) != len(found):
-            raise BilevelError(f"{path} must have a table [[stage]] for every stage, and settings for all before them.")
-        made: dict[str, TrainingSettings] = {}
+    def of_table(cls, table: dict[str, Any], path: Path) -> Recipe:
+        """From the contents of such a file, or of a recipe.json. `path` is for messages."""
+        if "stages" in table:
+            return cls._of_json(table, path)
+        stages = table.get("stage")
+        common = {key: value for key, value in table.items() if not isinstance(value, (dict, list))}
+        tables = isinstance(stages, list) and all(isinstance(values, dict) for values in stages)
+        if not isinstance(stages, list) or not tables or set(table) != {*common, "stage"}:
+            raise BilevelError(
+                f"{path} must have one table [[stage]] per stage, and before them only settings that all stages share."
+            )
+        by_name: dict[str, TrainingSettings] = {}
         for number, values in enumerate(stages, 1):
-            name = values.pop("name", f"stage-{number}")
-            if not isinstance(name, str) or not name or Path(name).name != name or name in made:
-                raise BilevelError(f"{path}: stage {number} is called {name!r}; every stage needs a name of its own.")
-            made[name] = _settings({**common, **values}, f"{path}, stage {name!r}")
-        return cls(made)
+            name = values.get("name", f"stage-{number}")
+            if not isinstance(name, str) or not name or Path(name).name != name or name in by_name:
+                raise BilevelError(
+                    f"{path}: stage {number} is called {name!r}. Every stage needs a name of its own, without a slash."
+                )
+            own = {key: value for key, value in values.items() if key != "name"}
+            by_name[name] = _settings({**common, **own}, f"{path}, stage {name!r}")
+        return cls(by_name)
 
 
 def _settings(values: dict[str, Any], where: str) -> TrainingSettings:
     known = [f.name for f in fields(TrainingSettings) if f.name != "initial"]
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise BilevelError(f"{where}: {', '.join(unknown)} is no setting; the settings are {', '.join(known)}.")
+        raise BilevelError(f"{where}: there is no setting {', '.join(unknown)}; the settings are {', '.join(known)}.")
     try:
         return TrainingSettings(**values)
     except BilevelError as error:
@@ -117,7 +128,7 @@ def is_recipe(folder: Path) -> bool:
 
 
 def describe(recipe: Recipe) -> str:
-    """The stages and what distinguishes them from the one before, a line each."""
+    """One line per stage, with the settings that differ from the stage before it."""
     lines, before = [], json.loads(json.dumps(TrainingSettings().plain()))
     for folder, settings in zip(recipe.folders(), recipe.stages.values(), strict=True):
         now = settings.plain()

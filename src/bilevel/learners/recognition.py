@@ -1,6 +1,6 @@
-"""A trained model put to use: found, adapted to labelled pictures, calibrated, with a threshold for "none of these".
+"""Using a trained model: load it, adapt it to labelled pictures, calibrate it, and set a threshold for "none of these".
 
-`bilevel classify`, `bilevel export` and `bilevel app` all go this way.
+`bilevel classify`, `bilevel export` and `bilevel app` use these functions.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
 from bilevel.learners import calibration, library
+from bilevel.learners.belonging import BELONGING
 from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.library import TrainedLearner
 from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MODES
 from bilevel.source_commit import commit
 
-# What is said about a picture of none of the classes.
+# The prediction for a picture of none of the classes.
 NONE = "none of these"
 
 
 def trained(spec: str, batch_norm: str | None) -> TrainedLearner:
-    """The model that `spec` names, in a batch norm mode; None: the one in which a query stands for itself."""
+    """The model that `spec` names, in a batch norm mode; None: one in which predictions are independent."""
     if batch_norm is not None and batch_norm not in MODES:
         raise BilevelError(f"--batch-norm {batch_norm} is unknown; write one of {', '.join(MODES)}.")
     try:
-        found = library.find(spec, batch_norm)
-        return found if batch_norm else found.for_use()
+        model = library.find(spec, batch_norm)
+        return model if batch_norm else model.for_use()
     except (KeyError, TypeError) as error:
         raise BilevelError(
-            f"The description of {spec} is incomplete: {error}. Train it again, or use another."
+            f"The card of {spec} is incomplete: {error!r}. Train the model again, or pass another one."
         ) from error
 
 
 def adapted(model: TrainedLearner, images: Any, labels: list[str], steps: int | None = None) -> FewShotClassifier:
-    """The model adapted to labelled pictures, with the temperature of its card's nearest calibration."""
+    """The model adapted to labelled pictures, with the temperature of the nearest calibration in its card."""
     classifier: FewShotClassifier = model.learner.adapt(images, labels, steps)
     made = _calibration(model, classifier)
     if made is not None:
@@ -48,8 +48,8 @@ def adapted(model: TrainedLearner, images: Any, labels: list[str], steps: int | 
     return classifier
 
 
-def kept_classifier(spec: str) -> tuple[TrainedLearner, FewShotClassifier] | None:
-    """A classifier that was saved, and where it came from; None where `spec` names something else."""
+def saved_classifier(spec: str) -> tuple[TrainedLearner, FewShotClassifier] | None:
+    """A saved classifier and the model that it was made with; None if `spec` does not name a saved classifier."""
     if not Path(spec).is_file() or Path(spec).suffix != ".safetensors" or Path(spec).with_suffix(".json").exists():
         return None
     classifier, facts = FewShotClassifier.load(spec)
@@ -58,39 +58,43 @@ def kept_classifier(spec: str) -> tuple[TrainedLearner, FewShotClassifier] | Non
         Preparation.of(facts["preparation"])
     except (KeyError, TypeError) as error:
         raise BilevelError(
-            f"{spec} was not written by `bilevel classify … --save`: it does not say {error}."
+            f"{spec} was not written by `bilevel classify … --save`: it has no {error}. Save the classifier again."
         ) from error
     return TrainedLearner(name, classifier.learner, settings, facts, {}), classifier
 
 
 def facts_to_keep(model: TrainedLearner, preparation: Preparation) -> dict[str, Any]:
-    """What `kept_classifier` needs beside the classifier itself, in JSON's types."""
+    """What `saved_classifier` needs in addition to the classifier, as JSON types."""
     facts = {"model": model.name, "settings": model.settings.plain(), "commit": commit()}
     return {**facts, "preparation": preparation.plain(), "calibrations": model.calibrations}
 
 
 @dataclass(frozen=True)
 class NoneOfThese:
-    """The largest logit below which a picture is of none of the classes, and what that number rests on."""
+    """The threshold on the score, below which a picture is of none of the classes, and where it comes from."""
 
+    classifier: FewShotClassifier
+    score: str
     bound: float
     why: str
 
-    def __call__(self, scores: Tensor) -> list[bool]:
-        """Which pictures with these logits, N × classes, are of none of them."""
-        return (scores.max(1).values.double() < self.bound).tolist()
+    def __call__(self, images: Any) -> list[bool]:
+        """Which pictures are of none of the classes."""
+        return (BELONGING[self.score](self.classifier, images) < self.bound).tolist()
 
 
 def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: float) -> NoneOfThese:
-    """The threshold for a false-alarm rate, from the labelled pictures where they are enough, else from the card."""
+    """The threshold for a false-alarm rate: from the labelled pictures if there are enough, else from the card."""
     if not 0 < rate < 1:
-        raise BilevelError(f"--none {rate:g} is no rate; write a number between 0 and 1, 0.05 for example.")
-    said = f'"None of these" has a false-alarm rate of {rate:.0%}'
-    own, made = calibration.own_threshold(classifier, rate), _calibration(model, classifier)
-    found = "" if made is None else made.describe_found(rate)
-    if own is not None:
-        bound, count = own
-        return NoneOfThese(bound, f"{said}, set by the {count} labelled pictures, each left out in turn.{found}")
+        raise BilevelError(f"--none {rate:g} is not a rate; write a number between 0 and 1, for example 0.05.")
+    sentence = f'"None of these" has a false-alarm rate of {rate:.0%}'
+    made = _calibration(model, classifier)
+    score, found = ("logit", "") if made is None else (made.score, made.describe_found(rate))
+    from_support = calibration.threshold_from_support(classifier, rate, score)
+    if from_support is not None:
+        bound, count = from_support
+        why = f"{sentence}, set by the {count} labelled pictures, each left out in turn.{found}"
+        return NoneOfThese(classifier, score, bound, why)
     if made is None:
         raise BilevelError(
             f'"None of these" at a rate of {rate:.0%} needs two or more labelled pictures of each class and '
@@ -98,11 +102,11 @@ def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: fl
             "not."
         )
     source = f"set on meta-validation, {made.ways}-way {made.shots}-shot; other kinds of pictures may have another"
-    return NoneOfThese(made.threshold(rate), f"{said}, {source}.{found}")
+    return NoneOfThese(classifier, score, made.threshold(rate), f"{sentence}, {source}.{found}")
 
 
 def _calibration(model: TrainedLearner, classifier: FewShotClassifier) -> calibration.Calibration | None:
-    """The card's calibration for the nearest numbers of classes and labelled pictures."""
+    """The calibration in the card with the nearest numbers of classes and of labelled pictures."""
     counts = torch.bincount(classifier.numbers).double()
     mode = classifier.learner.batch_norm if classifier.learner.has_batch_norm else None
     return calibration.nearest(model.calibrations, len(counts), float(counts.mean()), mode)

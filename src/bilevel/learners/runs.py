@@ -1,4 +1,4 @@
-"""A few-shot training and its folder: what is written down when one begins, and what must agree when it goes on."""
+"""A few-shot training in a folder: what is recorded when it begins, and what must agree when it is resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bilevel.training.loop import Ending, Run, Schedule
 
 
 def schedule(settings: TrainingSettings) -> Schedule:
-    """How long a training with these settings runs, and how often it is validated and saved."""
+    """How long a training with these settings runs, and how often it validates and saves."""
     return Schedule(
         settings.iterations,
         validate_every=settings.validate_every,
@@ -36,7 +36,7 @@ def schedule(settings: TrainingSettings) -> Schedule:
     )
 
 
-def enter(
+def begin_or_resume(
     folder: RunFolder,
     job: FewShotTraining,
     command: str,
@@ -46,16 +46,17 @@ def enter(
     warn: Callable[[str], None] = print,
     advice: str = "",
 ) -> None:
-    """Begin a run in the folder, or make sure that the one in it is this one.
+    """Begin a run in the folder, or check that the run in it has the same configuration.
 
     Args:
-        folder: where.
-        job: what is trained.
-        command: what was said on the command line.
-        preset: the preset it began from.
-        resume: whether to go on with what is there.
-        warn: gets a sentence on what may surprise.
-        advice: what to do where the run in the folder is another one; by default, that of `bilevel train`.
+        folder: the folder of the run.
+        job: the training.
+        command: the command line, which is recorded.
+        preset: the name of the preset, which is recorded.
+        resume: whether to resume the run in the folder.
+        warn: called with a sentence if the resumed run may differ from an uninterrupted one.
+        advice: the end of the error if the run in the folder has another configuration; by default, advice about the
+            options of `bilevel train`.
     """
     settings, kind = job.settings, type(job).__name__
     data = {"name": job.data.name, "fingerprint": job.data.fingerprint, "classes": len(job.data.classes)}
@@ -76,43 +77,43 @@ def enter(
         }
         if settings.initial:
             card = library.find(settings.initial, near=folder.path).card
-            known = ("command", "settings", "training", "initial")
-            config["initial"] = {key: card.get(key) for key in known if key in card}
+            recorded = ("command", "settings", "training", "initial")
+            config["initial"] = {key: card[key] for key in recorded if key in card}
         folder.begin({**config, "launch": launch} if launch else config)
         return
     before = folder.config()
-    # Through TrainingSettings, because a run of an earlier version does not know the settings that came later.
+    # `TrainingSettings.of` adds the defaults of settings that are newer than the run.
     wrong = differences(TrainingSettings.of(before["settings"]).plain(), settings.plain(), settings.free_on_resume)
     wrong += differences(before.get("data", data), data, set())
     wrong += differences({"kind": _kind_of(before, kind)}, {"kind": kind}, set())
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
-        usual = (
-            f"bilevel train --resume --out {shlex.quote(str(folder.path))} alone takes the run's own settings; its "
-            "data must be the same. Or choose another folder for a new run."
+        default_advice = (
+            f"To continue with the run's own settings, write only: bilevel train --resume --out "
+            f"{shlex.quote(str(folder.path))}. Its data must be the same. Or choose another folder for a new run."
         )
         raise BilevelError(
             f"The run in {folder.path} has another configuration, so it cannot be continued with this one:\n{listed}\n"
-            f"{advice or usual}"
+            f"{advice or default_advice}"
         )
-    # Elsewhere every group of episodes or images has a thread to itself.
-    shared = kind == "ClassicTraining"
-    if shared and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
-        warn(f"The run had --threads {before['threads']}; with another number it does not go on bit for bit.")
+    # Only this training splits one computation over several threads. In others the number of threads changes nothing.
+    depends_on_threads = kind == "ClassicTraining"
+    if depends_on_threads and before.get("threads", torch.get_num_threads()) != torch.get_num_threads():
+        warn(f"The run had --threads {before['threads']}. With another number the result is not the same bit for bit.")
     write_json(folder.config_file, {**before, "settings": settings.plain()}, sealed=True)
 
 
-def _kind_of(config: dict[str, Any], usual: str) -> str:
-    """The class of the training; version 0.1 had one of its own for multiclass, which `settings.learner` says too."""
-    kind = str(config.get("kind", usual))
+def _kind_of(config: dict[str, Any], default: str) -> str:
+    """The class of the training in a configuration. Version 0.1 had a class for multiclass, which is now a learner."""
+    kind = str(config.get("kind", default))
     return FewShotTraining.__name__ if kind == "MulticlassTraining" else kind
 
 
 def train_in(path: Path, job: FewShotTraining, command: str, title: str, progress: bool | None = None) -> Ending:
-    """Train to the end of the schedule in this folder, going on with what is there.
+    """Train to the end of the schedule in this folder, and resume the training that is there.
 
-    The result is that of the settings alone: what was validated otherwise, or trained for longer, is refused. Ctrl-C
-    saves and interrupts; a training that diverges is an error.
+    The result depends on the settings alone, so a run that was validated differently, or trained for longer, is
+    refused. Ctrl-C saves a checkpoint and interrupts. A training that diverges is an error.
     """
     folder = RunFolder(path)
     advice = "Choose another folder with --out DIR, or remove this one."
@@ -120,36 +121,36 @@ def train_in(path: Path, job: FewShotTraining, command: str, title: str, progres
         if folder.exists():
             _check_same(folder, job, advice)
         else:
-            enter(folder, job, command)
+            begin_or_resume(folder, job, command)
         run = Run(job, folder, schedule(job.settings), report=lambda message: print(message, file=sys.stderr))
         if run.iteration > job.settings.iterations:
             raise BilevelError(
-                f"The run in {path} has {run.iteration} hyperiterations already, and iterations="
-                f"{job.settings.iterations} were asked for. {advice}"
+                f"The run in {path} has {run.iteration} hyperiterations already, which is more than iterations="
+                f"{job.settings.iterations}. {advice}"
             )
         ending = run.go(progress=sys.stderr.isatty() if progress is None else progress, title=title)
     if ending.outcome.kind == "interrupted":
-        raise KeyboardInterrupt(f"The training is saved in {path}; the same command goes on with it.")
+        raise KeyboardInterrupt(f"The training is saved in {path}. Run the same command to continue it.")
     if ending.outcome.kind == "diverged":
         raise DivergenceError(f"{title}: {ending.outcome}")
     return ending
 
 
 def train_learner(
-    learner: Learner, data: ImageDataset, path: Path, progress: bool | None, given: dict[str, Any]
+    learner: Learner, data: ImageDataset, path: Path, progress: bool | None, changes: dict[str, Any]
 ) -> Ending:
-    """`bilevel.learners.fit`."""
+    """The implementation of `bilevel.learners.fit`."""
     shared = {f.name for f in fields(TrainingSettings)}
-    chosen = asdict(learner.options)
-    clash = [key for key in given if key in chosen or key in ("learner", "dataset", "options")]
-    unknown = [key for key in given if key not in shared | set(clash)]
+    options = asdict(learner.options)
+    clash = [key for key in changes if key in options or key in ("learner", "dataset", "options")]
+    unknown = [key for key in changes if key not in shared | set(clash)]
     if clash:
-        raise BilevelError(f"fit takes {', '.join(clash)} from the learner and the data; set it there.")
+        raise BilevelError(f"fit takes {', '.join(clash)} from the learner and the data. Set it when you make these.")
     if unknown:
         raise BilevelError(f"There is no setting {', '.join(unknown)}; the settings are {', '.join(sorted(shared))}.")
-    common = {key: value for key, value in chosen.items() if key in shared}
-    own = {key: value for key, value in chosen.items() if key not in shared}
-    settings = TrainingSettings(learner=learner.name, dataset=data.name, options=own, **common, **given)
+    common = {key: value for key, value in options.items() if key in shared}
+    own = {key: value for key, value in options.items() if key not in shared}
+    settings = TrainingSettings(learner=learner.name, dataset=data.name, options=own, **common, **changes)
     job = FewShotTraining(settings, data, folder=path, learner=learner)
     ending = train_in(path, job, f"bilevel.learners.fit({learner.name})", learner.name, progress)
     learner.set_weights(read_tensors(RunFolder(path).best)[0])
@@ -157,10 +158,14 @@ def train_learner(
 
 
 def _check_same(folder: RunFolder, job: FewShotTraining, advice: str) -> None:
-    """`enter`, and no other validations either: an old best of fewer episodes would compete with the new ones."""
+    """Check that the run in the folder has this configuration and is validated in the same way.
+
+    Otherwise a best score on fewer episodes could be compared with later ones.
+    """
     before = TrainingSettings.of(folder.config()["settings"])
-    looks = {name: getattr(before, name) for name in ("validate_every", "validation_episodes")}
-    wrong = differences(looks, {name: getattr(job.settings, name) for name in looks}, set())
+    names = ("validate_every", "validation_episodes")
+    recorded, now = ({name: getattr(settings, name) for name in names} for settings in (before, job.settings))
+    wrong = differences(recorded, now, set())
     if wrong:
-        raise BilevelError(f"The run in {folder.path} was validated otherwise: {'; '.join(wrong)}. {advice}")
-    enter(folder, job, "", resume=True, advice=advice)
+        raise BilevelError(f"The run in {folder.path} was validated in another way: {'; '.join(wrong)}. {advice}")
+    begin_or_resume(folder, job, "", resume=True, advice=advice)

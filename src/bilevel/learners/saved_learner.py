@@ -1,4 +1,4 @@
-"""What a learner's numbers are and how they are kept: λ, batch norm's averages, the settings beside them, files."""
+"""The tensors of a learner and its files: λ, running averages of batch norm, and the card with the settings."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from bilevel.training.files import read_tensors, write_tensors
 if TYPE_CHECKING:
     from bilevel.data.preparation import Preparation
 
-# Errors name so many tensors, and count the rest.
+# How many tensors an error message names. It counts the others.
 NAMED = 8
 
 
 class SavedLearner(ABC):
-    """λ by name, and the representation that it belongs to."""
+    """A learner as tensors and settings that can be saved and loaded."""
 
     representation: Representation
     lam: dict[str, Tensor]
     class_loss: ClassLoss | None = None
-    # How a picture becomes what the learner takes, for its card; None where nobody has said it.
+    # How a picture becomes an input of the learner, for its card; None if it is unknown.
     preparation: Preparation | None = None
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What is needed beside the weights to build this learner again."""
+        """The settings from which `from_settings` builds this learner again, without its weights."""
 
     @classmethod
     @abstractmethod
     def from_settings(cls, settings: Mapping[str, Any], module: nn.Module | None = None) -> Self:
-        """A learner with fresh weights from what `settings()` said."""
+        """A learner with new weights from the result of `settings()`."""
 
     @property
     def module(self) -> nn.Module:
@@ -62,37 +62,40 @@ class SavedLearner(ABC):
 
     @torch.no_grad()
     def centre(self, images: Tensor) -> None:
-        """Start c at the mean of these images' features, where features are centred."""
+        """Set the centre c to the mean features of these images. For learners with `normalise`."""
         self.lam[CENTRE].copy_(self.representation.mean(self.lam, images))
 
     def to(self, device: torch.device | str) -> Self:
-        """Move the learner there; episodes follow it. Returns the learner itself."""
+        """Move the learner to a device, and return it. Episodes are moved to that device when they are used."""
         self.module.to(device)
         self.lam = {name: value.to(device) for name, value in self.lam.items()}
         return self
 
     def running(self) -> list[Tensor]:
-        """The running averages of batch norm, where they are in use: means and variances, layer by layer."""
+        """The running means and variances of batch norm, layer by layer; empty if the mode is not "running"."""
         if self.batch_norm != "running":
             return []
         return [buffer for layer in self.norms.values() for buffer in (layer.running_mean, layer.running_var)]
 
     @contextmanager
-    def watching(self) -> Iterator[Callable[[], list[Tensor]]]:
-        """Inside the block, note the statistics of every normalised set; the function returns their means."""
-        norms = self.representation.here().norms
-        watched = norms.values() if self.batch_norm == "running" else ()
-        for layer in watched:
+    def recording_statistics(self) -> Iterator[Callable[[], list[Tensor]]]:
+        """Record the statistics of every set that batch norm normalises inside the block.
+
+        After the block, the function that it yields returns their means, in the order of `running`.
+        """
+        norms = self.representation.of_this_thread().norms
+        recorded_layers = norms.values() if self.batch_norm == "running" else ()
+        for layer in recorded_layers:
             layer.seen = []
-        seen: list[Tensor] = []
+        means: list[Tensor] = []
         try:
-            yield lambda: seen
-            for layer in watched:
+            yield lambda: means
+            for layer in recorded_layers:
                 # A layer that was not used keeps its averages.
                 pairs = layer.seen or [(layer.running_mean, layer.running_var)]
-                seen += [torch.stack(part).mean(0) for part in zip(*pairs, strict=True)]
+                means += [torch.stack(part).mean(0) for part in zip(*pairs, strict=True)]
         finally:
-            for layer in watched:
+            for layer in recorded_layers:
                 layer.seen = None
 
     @contextmanager
@@ -106,44 +109,44 @@ class SavedLearner(ABC):
             self.lam = before
 
     def with_running(self, lam: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """λ and, where they are in use, batch norm's running averages, by name."""
+        """λ and the running averages of batch norm (in the mode "running"), by name."""
         names = [f"{name}.running_{kind}" for name in self.norms for kind in ("mean", "var")]
         return {**lam, **dict(zip(names, self.running(), strict=False))}
 
     def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
         """Write `path.safetensors` and the card `path.json`.
 
-        The card holds the settings, how pictures are prepared if `preparation` is known, and whatever is passed.
+        The card holds the settings, the `preparation` of pictures if it is known, and the items of `card`.
         """
         stem = Path(path)
-        known = {} if self.preparation is None else {"preparation": self.preparation.plain()}
+        preparation = {} if self.preparation is None else {"preparation": self.preparation.plain()}
         write_tensors(stem.with_name(stem.name + ".safetensors"), self.with_running(self.lam))
-        facts = {"learner": self.settings(), **known, **(card or {})}
+        facts = {"learner": self.settings(), **preparation, **(card or {})}
         write_json(stem.with_name(stem.name + ".json"), facts, sealed=True)
 
     @classmethod
     def load(cls, path: str | Path, module: nn.Module | None = None) -> Self:
-        """A learner from `path.safetensors` and `path.json`; a module of your own has to be passed again."""
+        """Load a learner from `path.safetensors` and `path.json`. A module of your own must be passed again."""
         stem = Path(path)
         card = read_json(stem.with_name(stem.name + ".json"))
         if not isinstance(card, dict) or "learner" not in card:
-            raise BilevelError(f"{stem}.json is not the card of a learner.")
+            raise BilevelError(f"{stem}.json is not the card of a learner. Pass a path that `learner.save` wrote.")
         learner = cls.from_settings(card["learner"], module)
         learner.set_weights(read_tensors(stem.with_name(stem.name + ".safetensors"))[0])
         learner.recall_preparation(card.get("preparation"))
         return learner
 
     def recall_preparation(self, recorded: Any) -> None:
-        """Take over what a card says about the preparation of pictures; None: it says nothing."""
+        """Set `preparation` from the entry of a card; None if the card has none."""
         if recorded is not None:
-            from bilevel.data.preparation import Preparation  # needs Pillow, which other learners do without
+            from bilevel.data.preparation import Preparation  # needs Pillow, which is optional
 
             self.preparation = Preparation.of(recorded)
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace λ, and batch norm's averages where they are in use, by tensors with the same names.
+        """Replace λ, and the running averages in the mode "running", by tensors with the same names.
 
-        A classifier over the classes of meta-training is left out where this learner has none: episodes do without.
+        If this learner has no classifier over all classes, the weights of one are ignored: episodes do not use them.
         """
         wanted = self.with_running(self.lam)
         if self.class_loss is None:
@@ -152,7 +155,10 @@ class SavedLearner(ABC):
         wrong += [name for name in weights if name not in wanted]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-            raise BilevelError(f"The weights do not fit the network: {', '.join(wrong[:NAMED])}{more}.")
+            raise BilevelError(
+                "The weights do not fit the network. Missing, unknown or of another shape: "
+                f"{', '.join(wrong[:NAMED])}{more}."
+            )
         for name in wanted:
             check_numbers(name, weights[name])
         for name, tensor in wanted.items():
@@ -160,8 +166,10 @@ class SavedLearner(ABC):
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor of a file that cannot be weights."""
+    """Raise an error unless a tensor of a file has finite floating-point numbers."""
     if not tensor.is_floating_point():
-        raise BilevelError(f"The weights {name} are {tensor.dtype}; floating-point numbers are needed.")
+        raise BilevelError(
+            f"The weights {name} are {tensor.dtype}, not floating-point numbers, so the file cannot be used."
+        )
     if not bool(tensor.float().isfinite().all()):
-        raise BilevelError(f"The weights {name} are not finite, so every answer would be meaningless.")
+        raise BilevelError(f"The weights {name} are not finite, so the file cannot be used.")

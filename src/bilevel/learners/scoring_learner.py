@@ -1,4 +1,4 @@
-"""Learners that score queries directly: metric and memory strategies, without an inner problem."""
+"""Learners that compute scores of queries directly: metric and memory strategies, without an inner problem."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bilevel.problem import Task
 
 @dataclass(frozen=True)
 class Episode:
-    """One episode, as a learner sees it.
+    """One episode, as `ScoringLearner.scores` receives it.
 
     Attributes:
         support: images N×C×H×W.
-        labels: their classes 0…ways − 1.
+        labels: the classes of the support images, 0…ways − 1.
         queries: images M×C×H×W.
         ways: the number of classes.
-        training: whether λ is being learned; batch norm's mode "running" needs to know.
+        training: whether λ is being trained. It matters for the batch norm mode "running".
     """
 
     support: Tensor
@@ -35,10 +35,14 @@ class Episode:
 
 
 class ScoringLearner(Learner):
-    """A strategy that is one differentiable function from an episode to scores. Write `scores`.
+    """A strategy that is one differentiable function from an episode to scores. Implement `scores`.
 
-    The training objective is the cross-entropy of the queries; override `episode_loss` for another one.
+    The training objective is the cross-entropy of the queries. Override `episode_loss` for another one.
     """
+
+    @property
+    def trains_on_cross_entropy(self) -> bool:  # type: ignore[override]
+        return type(self).episode_loss is ScoringLearner.episode_loss
 
     @abstractmethod
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
@@ -49,49 +53,49 @@ class ScoringLearner(Learner):
         return F.cross_entropy(self.scores(lam, episode), answers)
 
     def represent(self, lam: Mapping[str, Tensor], episode: Episode) -> tuple[Tensor, Tensor]:
-        """The network's features of both sets, N×F and M×F."""
-        representation = self.representation.here()
-        known, asked = representation.sets(lam, episode.support, episode.queries, training=episode.training)
-        return known[:, :-1], asked[:, :-1]  # without the constant feature of a bias
+        """The features of the support set, N×F, and of the queries, M×F."""
+        representation = self.representation.of_this_thread()
+        support, queries = representation.sets(lam, episode.support, episode.queries, training=episode.training)
+        return support[:, :-1], queries[:, :-1]  # without the constant feature of the bias
 
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
         lam = {name: leaf.detach().requires_grad_() for name, leaf in self.lam.items()}
         with torch.enable_grad():
-            losses = [self.episode_loss(lam, one, answers) for one, answers in _each(task, training=True)]
+            losses = [self.episode_loss(lam, episode, answers) for episode, answers in _episodes(task, training=True)]
             value = torch.stack(losses).mean()
             grads = torch.autograd.grad(value, list(lam.values()), allow_unused=True)
         unused = [name for name, grad in zip(lam, grads, strict=True) if grad is None]
         if unused:
             raise BilevelError(
-                f"The training objective of {self.name} does not depend on {', '.join(unused)}; leave it out of λ."
+                f"The training objective of {self.name} does not depend on {', '.join(unused)}. Remove it from λ."
             )
         return value.detach(), dict(zip(lam, grads, strict=True))
 
     @torch.no_grad()
     def chunk_accuracies(self, task: Task, steps: int) -> Tensor:
-        found = [
-            (self.scores(self.lam, one).argmax(1) == answers).double().mean()
-            for one, answers in _each(task, training=False)
+        accuracies = [
+            (self.scores(self.lam, episode).argmax(1) == answers).double().mean()
+            for episode, answers in _episodes(task, training=False)
         ]
-        return torch.stack(found)[:, None]
+        return torch.stack(accuracies)[:, None]
 
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
         return lambda queries: self.scores(self.lam, Episode(support, labels, queries, ways))
 
 
 def class_means(features: Tensor, labels: Tensor, ways: int) -> Tensor:
-    """The mean of the features of every class, ways × F."""
+    """The mean features of every class, ways × F."""
     members = F.one_hot(labels, ways).to(features)
     return (members.mT @ features) / members.sum(0)[:, None]
 
 
 def squared_distances(one: Tensor, other: Tensor) -> Tensor:
-    """‖a − b‖² for every row a of one and b of the other."""
+    """‖a − b‖² for every row a of `one` and b of `other`."""
     return one.square().sum(1)[:, None] - 2 * one @ other.mT + other.square().sum(1)[None]
 
 
-def _each(task: Task, training: bool) -> Iterator[tuple[Episode, Tensor]]:
+def _episodes(task: Task, training: bool) -> Iterator[tuple[Episode, Tensor]]:
     (images, labels), (queries, answers, *_) = task.train, task.val
     ways = int(labels.max()) + 1
-    for support, classes, asked, wanted in zip(images, labels, queries, answers, strict=True):
-        yield Episode(support, classes, asked, ways, training), wanted
+    for support, classes, query, answer in zip(images, labels, queries, answers, strict=True):
+        yield Episode(support, classes, query, ways, training), answer

@@ -1,4 +1,4 @@
-"""What a training draws: episodes, or labelled images of all classes, as pure functions of a seed and a number."""
+"""The data of a training: episodes, or labelled images of all classes, as pure functions of a seed and a number."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ from bilevel.problem import Task
 from bilevel.tasks.augmentation import ImageAugmentation
 from bilevel.tasks.episodes import Episodes
 
-# Validation and test episodes must not be training's, and every split needs its own stream.
+# The number of each split. It is part of the seed, so that the splits draw different episodes.
 STREAMS = {"train": 0, "val": 1, "test": 2}
-# Shares of the classes for train, val and test where a data set is just a folder of classes.
+# The default shares of classes for train, val and test, for a folder of classes.
 FRACTIONS = (0.64, 0.16, 0.2)
-# Settings that say how the pictures of a folder are read.
+# Settings for folders of pictures only.
 OF_FOLDERS = ("channels", "prepare", "invert", "split", "strict")
-# Images that pass through the network together and that batch norm takes for one set. As many threads or processes as
-# there are such parts can share a step; fewer images would make its statistics noisy.
+# How many images pass through the network together; batch norm normalises them as one set. Threads and processes share
+# such parts. Fewer images would make the statistics noisy.
 PART = 64
 
 
 def open_data(settings: TrainingSettings, data_root: Path | None = None) -> ImageDataset:
-    """The data set that the settings name; its classes are split by their seed where the data bring no split."""
-    wanted = source(settings.dataset, {})
-    known = {f.name for f in fields(wanted)}
-    extra: dict[str, Any] = {"seed": settings.seed} if "seed" in known else {}
-    if "fractions" in known:
+    """The data set that the settings name. If it has no split of its own, its classes are split by the seed."""
+    names = {f.name for f in fields(source(settings.dataset, {}))}
+    extra: dict[str, Any] = {"seed": settings.seed} if "seed" in names else {}
+    if "fractions" in names:
         extra["fractions"] = settings.fractions() or FRACTIONS
     if settings.image_size:
-        if "size" not in known:
+        if "size" not in names:
             raise BilevelError(
-                f"image_size={settings.image_size} is for folders of images and MiniImagenet; {settings.dataset} comes "
-                "in one size. Leave it out."
+                f"image_size={settings.image_size} is for folders of images and MiniImagenet. {settings.dataset} has "
+                "one size; leave image_size out."
             )
         extra["size"] = settings.image_size
-    if "prepare" in known:
+    if "prepare" in names:
         gray = {"": settings.prepare not in ("", "photograph"), "gray": True, "rgb": False}[settings.channels]
         extra |= {"mode": "L" if gray else "RGB", "prepare": settings.prepare or "photograph"}
         extra |= {"invert": settings.invert or None, "strict": settings.strict}
     else:
-        usual = TrainingSettings()
-        given = [name for name in OF_FOLDERS if getattr(settings, name) != getattr(usual, name)]
-        if given:
+        defaults = TrainingSettings()
+        changed = [name for name in OF_FOLDERS if getattr(settings, name) != getattr(defaults, name)]
+        if changed:
             raise BilevelError(
-                f"{given[0]}={getattr(settings, given[0])} is for folders of pictures; {settings.dataset} is read in "
-                "one way. Leave it out."
+                f"{changed[0]}={getattr(settings, changed[0])} is for folders of pictures, and {settings.dataset} is "
+                f"not one. Leave {changed[0]} out."
             )
     return load(settings.dataset, data_root, **extra)
 
@@ -76,7 +75,7 @@ def episodes(settings: TrainingSettings, data: ImageDataset, split: str, seed: i
 
 
 def training_classes(settings: TrainingSettings, data: ImageDataset) -> int:
-    """How many classes meta-training has; quarter turns count where they are classes of their own."""
+    """The number of classes of meta-training, including rotated ones."""
     return len(data.splits["train"]) * (4 if settings.rotations else 1)
 
 
@@ -85,15 +84,15 @@ class TrainingStream(ABC):
 
     @abstractmethod
     def groups(self, iteration: int, size: int) -> list[range]:
-        """The places in the stream that a hyperiteration draws from; `size` is the learner's `group_size`."""
+        """The positions in the stream that a hyperiteration uses, in groups; `size` is the learner's `group_size`."""
 
     @abstractmethod
     def draw(self, group: range) -> Any:
-        """What the learner's `hypergradient` takes: a pure function of the seed and the places."""
+        """The argument of the learner's `hypergradient`: a pure function of the seed and the positions."""
 
     @abstractmethod
     def images(self, iteration: int) -> int:
-        """How many images a hyperiteration has."""
+        """The number of images of a hyperiteration."""
 
     def shapes(self) -> list[tuple[int, int]]:
         """(ways, shots) of all episodes that may be drawn, so that a learner can refuse them before work begins."""
@@ -101,7 +100,7 @@ class TrainingStream(ABC):
 
 
 class EpisodeStream(TrainingStream):
-    """Episodes of meta-training; other ways or shots than in validation, or no queries, where the settings say so."""
+    """Episodes of meta-training. The settings may give them other ways and shots than in validation, or no queries."""
 
     def __init__(self, settings: TrainingSettings, data: ImageDataset) -> None:
         self.settings = settings
@@ -124,7 +123,7 @@ class EpisodeStream(TrainingStream):
         return [numbers[begin : begin + size] for begin in range(0, count, size)]
 
     def draw(self, group: range) -> Task:
-        """The episodes of a group; where the outer objective is on the support set, that is both their sets."""
+        """The episodes of a group. With outer="support", the support set is also the query set."""
         drawn = self.at(group.start // self.settings.meta_batch + 1).batch(group)
         return Task(drawn.train, drawn.train) if self.settings.outer == "support" else drawn
 
@@ -136,12 +135,12 @@ class EpisodeStream(TrainingStream):
         return [(drawn.ways, shots) for shots, drawn in self.of_shots.items()]
 
     def at(self, iteration: int) -> Episodes:
-        """The episodes with the shots of that hyperiteration; a function of the seed and its number."""
-        some = self._all_shots()
-        if len(some) == 1:
-            return self.of_shots[some[0]]
+        """The episodes with the number of shots of that hyperiteration: a function of the seed and `iteration`."""
+        shots = self._all_shots()
+        if len(shots) == 1:
+            return self.of_shots[shots[0]]
         bits = np.random.Philox(key=np.array([self.settings.seed, iteration], np.uint64)).random_raw()
-        return self.of_shots[some[int(bits) % len(some)]]
+        return self.of_shots[shots[int(bits) % len(shots)]]
 
     def _all_shots(self) -> range:
         least = self.settings.shots_in_training
@@ -169,18 +168,18 @@ class ImageStream(TrainingStream):
         return [stream[begin : begin + PART] for begin in range(0, count, PART)]
 
     def draw(self, group: range) -> tuple[Tensor, Tensor]:
-        """The images at these places of the stream, and their classes."""
+        """The images at these positions of the stream, and their classes."""
         seed, size = self.settings.seed, len(self.rows) * self.turns
-        items = np.array([_shuffled(size, seed, place // size)[place % size] for place in group])
-        turns, which = np.divmod(items, len(self.rows))
-        pixels = self.data.images[self.rows[which]]
+        items = np.array([_shuffled(size, seed, position // size)[position % size] for position in group])
+        turns, row = np.divmod(items, len(self.rows))
+        pixels = self.data.images[self.rows[row]]
         for quarter in range(1, self.turns):
             pixels[turns == quarter] = np.rot90(pixels[turns == quarter], quarter, axes=(1, 2))
-        labels = self.number[self.data.labels[self.rows[which]]] + turns * len(self.data.splits["train"])
+        labels = self.number[self.data.labels[self.rows[row]]] + turns * len(self.data.splits["train"])
         return self.augmentation(torch.from_numpy(pixels), seed, group.start), torch.from_numpy(labels)
 
 
 @lru_cache(maxsize=2)
 def _shuffled(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """0…size − 1 in the order of that epoch."""
+    """The numbers 0…size − 1 in the random order of that epoch."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, epoch], np.uint64))).permutation(size)

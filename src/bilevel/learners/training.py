@@ -1,4 +1,4 @@
-"""Training a few-shot learner: an outer optimiser moves λ along the learner's hypergradients, as a resumable job."""
+"""Training a few-shot learner: a job that updates λ with the learner's hypergradients, and that can be resumed."""
 
 from __future__ import annotations
 
@@ -24,52 +24,53 @@ from bilevel.learners.evaluation import GROUP, AfterAllSteps, judge
 from bilevel.learners.representation import CENTRE
 from bilevel.learners.saved_learner import check_numbers
 from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
-from bilevel.learners.stages import continued
+from bilevel.learners.stages import begin_with_weights
 from bilevel.learners.streams import episodes
 from bilevel.tasks.augmentation import ImageAugmentation
 from bilevel.thread_pool import one_thread
 from bilevel.training.folder import RunFolder
 from bilevel.training.stopping import Interrupted, StopRequest
 
+# The weight of new statistics in the running averages of batch norm.
 RUNNING_MOMENTUM = 0.1
-# Weights of networks that learn stay far below this size.
+# If λ has a larger entry than this, an error is reported as divergence.
 DIVERGED = 1e6
 
 
 def new_learner(settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Any:
-    """The learner that the settings name, with fresh weights; or with a module of one's own."""
+    """The learner that the settings name, with new weights; `module` replaces its network."""
     kind = learners.get(settings.learner)
     check_settings(kind, settings)
     height, width, _ = data.shape
     try:
         return kind.for_training(settings, data, module)
-    except RuntimeError as error:  # what torch says of a picture that pooling has used up
+    except RuntimeError as error:  # torch raises it if pooling leaves no pixels
         raise BilevelError(
-            f"The network {settings.network} does not take images of {width}×{height} pixels ({error}). Choose another "
-            "network or image_size."
+            f"The network {settings.network} cannot process images of {width}×{height} pixels ({error}). Choose "
+            "another network or image_size."
         ) from error
 
 
 def check_settings(kind: type[Learner], settings: TrainingSettings) -> None:
     """Refuse settings that this learner would ignore."""
     used = {f.name for f in fields(kind.Options)} | set(kind.also_uses)
-    usual = TrainingSettings()
-    ignored = [name for name in LEARNER_FIELDS - used if getattr(settings, name) != getattr(usual, name)]
+    defaults = TrainingSettings()
+    ignored = [name for name in LEARNER_FIELDS - used if getattr(settings, name) != getattr(defaults, name)]
     if ignored:
-        said = ", ".join(f"{name}={getattr(settings, name)}" for name in sorted(ignored))
-        raise BilevelError(f"{kind.name} does not use {said}; {kind.describe_options()}.")
+        listed = ", ".join(f"{name}={getattr(settings, name)}" for name in sorted(ignored))
+        raise BilevelError(f"{kind.name} does not use {listed}; {kind.describe_options()}.")
 
 
 class FewShotTraining:
-    """The job of `bilevel train`: λ moves along the mean over the meta-batch of ∇f_T, by Adam or SGD, k = 1, 2, …
+    """The job of `bilevel train`: hyperiteration k updates λ by Adam or SGD with the mean of ∇f_T over a meta-batch.
 
     Args:
-        settings: what to do.
-        data: where the episodes come from.
-        world: the processes that share every meta-batch; the result is the same, bit for bit, for any number.
-        folder: the run's own, if it has one: `settings.initial` may be relative to it. Where it holds a checkpoint, the
-            weights come from there, and those that the run began with are not looked for.
-        learner: the learner to train; by default a new one of the name in the settings.
+        settings: the settings of the training.
+        data: the data set of the episodes.
+        world: the processes that share every meta-batch. The result is the same, bit for bit, for any number of them.
+        folder: the folder of the run, if it has one. `settings.initial` may be relative to it. If the folder holds a
+            checkpoint, the weights come from the checkpoint, and `settings.initial` is not loaded.
+        learner: the learner to train; by default a new one with the name in the settings.
     """
 
     def __init__(
@@ -84,13 +85,13 @@ class FewShotTraining:
         self.learner = (self._new_learner() if learner is None else learner).to(self.world.device)
         if data.preparation is not None:
             self.learner.preparation = data.preparation
-        if not self.learner.trains:  # one validation
+        if not self.learner.trains:  # the run is one validation
             self.settings = replace(settings, iterations=0)
         self.stream, self.val = self.learner.stream(settings, data), episodes(settings, data, "val")
         for ways, shots in [*self.stream.shapes(), (settings.ways, settings.shots)]:
             self.learner.check_episode(ways, shots)
         if settings.initial and (folder is None or not RunFolder(folder).checkpoints.files()):
-            continued(self.learner, settings, library.find(settings.initial, near=folder))
+            begin_with_weights(self.learner, settings, library.find(settings.initial, near=folder))
         if CENTRE in self.learner.lam and not bool(self.learner.lam[CENTRE].any()):
             self.learner.centre(self._sample())
         self.optimizer = self._new_optimizer()
@@ -100,14 +101,14 @@ class FewShotTraining:
         return new_learner(self.settings, self.data)
 
     def _sample(self, count: int = 256) -> Tensor:
-        """Images of meta-training, the same at every start, to centre features on."""
+        """Images of meta-training, always the same, to compute the initial centre of features."""
         rows = np.flatnonzero(np.isin(self.data.labels, self.data.splits["train"]))
         chosen = rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)]
         return ImageAugmentation()(torch.from_numpy(self.data.images[chosen]), 0, 0).to(self.world.device)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         settings, leaves = self.settings, self.learner.lam.values()
-        # Shifts, centres and temperatures are not pulled to zero.
+        # Biases, centres and temperatures have no weight decay.
         groups = [
             {"params": [leaf for leaf in leaves if leaf.ndim > 1], "weight_decay": settings.weight_decay},
             {"params": [leaf for leaf in leaves if leaf.ndim <= 1], "weight_decay": 0.0},
@@ -128,20 +129,20 @@ class FewShotTraining:
             self._flat(torch.zeros(()), self.learner.lam, self.learner.running()).zero_(),
             sum(map(len, groups)),
         )
-        cut = False
+        stopped = False
 
         def until_stopped(sums: Iterator[Tensor]) -> Iterator[Tensor]:
-            nonlocal cut
+            nonlocal stopped
             for _ in mine:
-                cut = cut or bool(stop)
-                # Zeros instead of nothing, so that other processes do not wait; the sum is then not used.
-                yield torch.zeros_like(total) if cut else next(sums)
+                stopped = stopped or bool(stop)
+                # The other processes wait for a tensor. They get zeros, and the sum is not used.
+                yield torch.zeros_like(total) if stopped else next(sums)
 
-        # Group by group and in their order, so that the sum does not depend on who computed which.
+        # The groups are added in their order, so that the sum does not depend on which process computed which group.
         with closing(self._sums(mine)) as sums:
             for row in self.world.gather(until_stopped(sums), len(groups), like=total):
                 total += row
-        if self.world.any(cut):
+        if self.world.any(stopped):
             raise Interrupted
         self._update(total / count, iteration)
         numbers = {
@@ -152,21 +153,21 @@ class FewShotTraining:
         return numbers, self.world.any(bool(stop))
 
     def _groups(self, iteration: int) -> list[range]:
-        """The places in the stream of a hyperiteration, in groups that are computed together."""
+        """The positions in the stream of a hyperiteration, in groups that are computed together."""
         return self.stream.groups(iteration, self.learner.group_size(self.settings.meta_batch))
 
     def _sums(self, groups: Sequence[range]) -> Generator[Tensor, None, None]:
         return self.learner.representation.each(self._sum, groups)
 
     def _sum(self, group: range) -> Tensor:
-        """f_T, ∇f_T and the statistics that batch norm's running averages are made of, added up, in one vector."""
-        with self._diverging(), self.learner.watching() as seen:
+        """The sums over a group of f_T, of ∇f_T and of batch norm's statistics, as one vector."""
+        with self._diverging(), self.learner.recording_statistics() as statistics:
             value, grads = self.learner.hypergradient(self.stream.draw(group))
-        return self._flat(value, grads, seen()) * len(group)
+        return self._flat(value, grads, statistics()) * len(group)
 
     @contextmanager
     def _diverging(self) -> Iterator[None]:
-        """An error that comes from a λ without bounds is called divergence, whatever operation noticed it."""
+        """Turn an error inside the block into a `DivergenceError` if λ has grown very large."""
         try:
             yield
         except (BilevelError, RuntimeError) as error:
@@ -176,8 +177,8 @@ class FewShotTraining:
             if largest < DIVERGED:
                 raise
             raise DivergenceError(
-                f"The training diverged: λ has grown to {largest:.1e}. Pass a smaller lr than {self.settings.lr:g}, or "
-                f"a clip. ({error})"
+                f"The training diverged: an entry of λ has grown to {largest:.1e}. Pass a smaller lr than "
+                f"{self.settings.lr:g}, or set clip. ({error})"
             ) from error
 
     def _flat(self, value: Tensor, grads: Mapping[str, Tensor], statistics: list[Tensor]) -> Tensor:
@@ -198,7 +199,7 @@ class FewShotTraining:
         for average, now in zip(running, grads, strict=True):
             average.lerp_(now, RUNNING_MOMENTUM)
         if settings.average:
-            # Young averages are plain means, so that the random start is forgotten.
+            # At the beginning the average is close to a plain mean, so that it forgets the random start.
             factor = min(settings.average, iteration / (iteration + 9))
             for name, leaf in self.learner.lam.items():
                 self.mean[name].lerp_(leaf, 1 - factor)
@@ -224,14 +225,14 @@ class FewShotTraining:
             for name, leaf in self.learner.lam.items():
                 leaf.copy_(_like(leaf, f"lam/{name}", state[f"lam/{name}"]))
                 keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-                found = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
-                kept = {
+                saved = {key: state.get(f"{self.settings.optimizer}/{key}/{name}") for key in keys}
+                restored = {
                     key: _like(_count(value) if key == "step" else leaf, f"{key}/{name}", value)
-                    for key, value in found.items()
+                    for key, value in saved.items()
                     if value is not None
                 }
-                if kept:
-                    self.optimizer.state[leaf] = kept
+                if restored:
+                    self.optimizer.state[leaf] = restored
             for i, running in enumerate(self.learner.running()):
                 running.copy_(_like(running, f"running/{i}", state[f"running/{i}"]))
             for name, mean in self.mean.items():
@@ -242,47 +243,47 @@ class FewShotTraining:
     def weights(self) -> dict[str, Tensor]:
         return self.learner.with_running(self.mean or self.learner.lam)
 
-    # ------------------------------------------------------------------------------------------- how long
+    # ------------------------------------------------------------------------------------------- estimate
 
     def estimate(self) -> Estimate:
-        """Time and memory, measured on one group of episodes; nothing is learned from it."""
+        """The time and memory of the run, measured on one group of episodes. λ is not changed."""
         settings, groups = self.settings, self._groups(1) if self.learner.trains else []
-        looked = self.val.batch(range(self.learner.chunk))
-        kept: dict[int, int] = {}
+        validated = self.val.batch(range(self.learner.chunk))
+        saved: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        parallel = self.world.size * (1 if self.learner.representation.alone() else torch.get_num_threads())
+        parallel = self.world.size * (1 if self.learner.representation.single_threaded() else torch.get_num_threads())
         with one_thread() if parallel > self.world.size else nullcontext():
             step = 0.0
             if groups:
                 with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
                     self._sum(groups[0])
                 step = _seconds(lambda: self._sum(groups[0])) * ceil(len(groups) / parallel)
-            look = _seconds(lambda: self.learner.accuracies(looked, only_last=True)) / self.learner.chunk
+            episode = _seconds(lambda: self.learner.accuracies(validated, only_last=True)) / self.learner.chunk
         weights = sum(leaf.nbytes for leaf in self.learner.lam.values())
-        copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, its gradient, Adam's; what is gathered
-        images = GROUP * (looked.train[0].nbytes + looked.val[0].nbytes) // self.learner.chunk
+        copies = 6 + (len(groups) if self.world.size > 1 else 0)  # λ, gradients, moments; gathered vectors
+        images = GROUP * (validated.train[0].nbytes + validated.val[0].nbytes) // self.learner.chunk
         return Estimate(
             seconds=step,
-            validation_seconds=look * settings.validation_episodes / parallel,
-            # Going back needs about as much as was kept on the way, and episodes are cut from a copy of their images.
-            bytes=2 * sum(kept.values()) * (parallel // self.world.size) + copies * weights + 2 * images,
+            validation_seconds=episode * settings.validation_episodes / parallel,
+            # The backward pass needs about as much as the saved tensors, and drawing episodes copies their images.
+            bytes=2 * sum(saved.values()) * (parallel // self.world.size) + copies * weights + 2 * images,
         )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will need: seconds for a hyperiteration and a validation, and bytes beyond what torch itself takes."""
+    """The estimated cost: seconds for a hyperiteration and a validation, and bytes in addition to torch's own."""
 
     seconds: float
     validation_seconds: float
     bytes: int
 
     def total(self, iterations: int, validate_every: int) -> float:
-        """Seconds for so many hyperiterations, with the validations before, between and after them."""
+        """Seconds for this number of hyperiterations, with the validations before, between and after them."""
         return self.seconds * iterations + self.validation_seconds * (1 + ceil(iterations / validate_every))
 
     def describe(self, iterations: int, validate_every: int) -> str:
@@ -300,7 +301,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def duration(seconds: float) -> str:
-    """A time that people can read.
+    """A duration as text.
 
     >>> duration(90), duration(9000), duration(7)
     ('1.5 minutes', '2.5 hours', '7 seconds')
@@ -312,14 +313,14 @@ def duration(seconds: float) -> str:
 
 
 def _like(leaf: Tensor, name: str, value: Tensor) -> Tensor:
-    """A copy of a tensor from a checkpoint, laid out like the leaf, whose shape and type it must have."""
+    """A copy of a tensor from a checkpoint with the memory layout of `leaf`. Shape and type must be the same."""
     check_numbers(name, value)
     if (value.shape, value.dtype) != (leaf.shape, leaf.dtype):
-        there, here = (f"{one.dtype} {list(one.shape)}" for one in (value, leaf))
-        raise BilevelError(f"{name} is {there} there and {here} here")
+        saved, needed = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (value, leaf))
+        raise BilevelError(f"{name} is {saved} in the checkpoint, and {needed} is needed")
     return torch.empty_like(leaf).copy_(value)
 
 
 def _count(value: Tensor) -> Tensor:
-    """What an optimiser's count of its steps looks like: torch's default type when it began, which counts exactly."""
+    """A tensor like an optimiser's counter of steps, which has torch's default type at its creation."""
     return torch.zeros((), dtype=value.dtype if value.dtype == torch.float64 else torch.float32)

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.engine.graphs import reached
 from bilevel.engine.method import Hypergradient, Method, Part
-from bilevel.engine.process import Process, accumulate, reached
+from bilevel.engine.process import Process, accumulate
 from bilevel.errors import BilevelError
 from bilevel.structures.linear_classifiers import LinearClassifiers
 
@@ -62,7 +63,7 @@ class DualDescent(Method):
             rates = [float(process.bound.dynamics.heavy_ball_form(t)[0]) / labels.shape[1] for t in times]
             decays = [1 - rate * labels.shape[1] * inner.l2 for rate in rates]
             products = phi @ phi.mT
-            run = _Run(products, targets, rates, decays)
+            run = _DualRun(products, targets, rates, decays)
             state = (phi.mT @ run.coefficients[-1], start[1])
         value, (alpha,), direct, last = process.outer_gradients(state)
         gradients = list(direct)
@@ -75,7 +76,7 @@ class DualDescent(Method):
         return self.result(process, value, last, gradients, steps=len(times), peak_memory=memory, continues=False)
 
 
-class _Run:
+class _DualRun:
     """The coefficients A_0…A_T of the iterates and the probabilities P_t of every step."""
 
     def __init__(self, products: Tensor, targets: Tensor, rates: list[float], decays: list[float]) -> None:

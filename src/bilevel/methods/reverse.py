@@ -76,9 +76,10 @@ class Reverse(Method):
     def __call__(self, process: Process) -> Hypergradient:
         with torch.no_grad():
             start = process.bound.start()
-        group, kept, plan = self._plan(process, start)
+        state_bytes, recorded = trees.nbytes(start), process.recorded_bytes(start)
+        group, kept, plan = self._plan(process, state_bytes, recorded)
         groups = split_from_the_end(process.times, group)
-        steps = memory = 0
+        steps = most_held = 0
 
         @torch.no_grad()
         def run(state: State, first: int, last: int) -> State:
@@ -88,7 +89,7 @@ class Reverse(Method):
 
         sweep: Sweep | None = None
         for index, state, held in backwards(len(groups), kept or len(groups), start, run):
-            memory = max(memory, held * trees.nbytes(start) + group_bytes(process, groups, start))
+            most_held = max(most_held, held)
             if sweep is None:
                 sweep = Sweep(process, state, groups[index])
             else:
@@ -96,11 +97,14 @@ class Reverse(Method):
         if sweep is None:
             sweep = Sweep(process, start)
         sweep.through_start()
-        return self._finish(process, sweep, steps, memory, plan)
+        return self._finish(process, sweep, steps, most_held * state_bytes + group_bytes(groups, recorded), plan)
 
-    def _plan(self, process: Process, start: State) -> tuple[int, int | None, Plan | None]:
-        """How many steps are recorded together, how many iterates are kept (None: all), and the plan for `memory`."""
-        size, recorded = group_size(process, self.group_bytes, start), NODE_BYTES + process.recorded_bytes(start)
+    def _plan(self, process: Process, state_bytes: int, recorded: int) -> tuple[int, int | None, Plan | None]:
+        """How many steps are recorded together, how many iterates are kept (None: all), and the plan for `memory`.
+
+        A state takes `state_bytes`, and the graph of a step `recorded` without its nodes.
+        """
+        size = group_size(self.group_bytes, recorded)
         if self.memory is not None and process.steps:
             sizes = self.sizes(process)
             plan = sizes.plan(as_bytes(self.memory), size)
@@ -115,7 +119,7 @@ class Reverse(Method):
             return plan.group, plan.kept, plan
         if self.checkpoints == "sqrt" and self.group_bytes > 0:
             # The memory of T/m iterates and m recorded steps is smallest where the two are equal.
-            return max(size, round(math.sqrt(process.steps * trees.nbytes(start) / recorded))), None, None
+            return max(size, round(math.sqrt(process.steps * state_bytes / (NODE_BYTES + recorded)))), None, None
         if self.checkpoints is None or not process.steps:
             return size, None, None
         # k iterates and one segment between two of them.
@@ -234,14 +238,14 @@ def _measure(process: Process) -> tuple[int, int]:
     return trees.nbytes(after), NODE_BYTES + workspace
 
 
-def group_size(process: Process, group_bytes: int, state: State) -> int:
-    """How many steps are recorded at a time."""
-    return max(1, group_bytes // (NODE_BYTES + process.recorded_bytes(state)))
+def group_size(group_bytes: int, recorded: int) -> int:
+    """How many steps are recorded at a time, if the graph of one takes `recorded` bytes without its nodes."""
+    return max(1, group_bytes // (NODE_BYTES + recorded))
 
 
-def group_bytes(process: Process, groups: list[range], state: State) -> int:
-    """The bytes of the graph of a group, without the one step that every method records."""
-    return max((len(group) - 1 for group in groups), default=0) * process.recorded_bytes(state)
+def group_bytes(groups: list[range], recorded: int) -> int:
+    """The bytes of the graph of the largest group, without the one step that every method records."""
+    return max((len(group) - 1 for group in groups), default=0) * recorded
 
 
 def split_from_the_end(items: range, size: int) -> list[range]:

@@ -48,10 +48,11 @@ class Truncated(Method):
         window = times[max(0, len(times) - self.k) :]
         with torch.no_grad():
             starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
-            groups = split_from_the_end(window, group_size(process, self.group_bytes, starts[0]))
+            recorded = process.recorded_bytes(starts[0])
+            groups = split_from_the_end(window, group_size(self.group_bytes, recorded))
             for group in groups[:-1]:
                 starts.append(advance(process, starts[-1], [group]))
-        memory = trees.nbytes(starts) + group_bytes(process, groups, starts[0])
+        memory = trees.nbytes(starts) + group_bytes(groups, recorded)
         sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
         while groups:
             sweep.through(starts.pop(), groups.pop())

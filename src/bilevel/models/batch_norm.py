@@ -160,7 +160,7 @@ def _converted(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Modul
     for name, child in module._modules.items():
         if child is not None:
             module._modules[name] = converted(child, known)
-    from bilevel.models._blocks import fused  # imported here, because that module imports this one
+    from bilevel.models.blocks import fused  # imported here, because that module imports this one
 
     return fused(module) if isinstance(module, nn.Sequential) else module
 

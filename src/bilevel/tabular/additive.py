@@ -1,4 +1,4 @@
-"""The additive model of a table: its pipeline, notes on fields, and its content as plain data and arrays."""
+"""The additive model of a table: its pipeline, notes about fields, and its content as JSON data and tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bilevel import extras
 from bilevel.estimators.additive.packing import packed_additive, unpacked_additive
 from bilevel.estimators.additive.terms import CategoryTerm
 from bilevel.tabular.columns import column_reader
+from bilevel.tabular.formatting import counted, listed
 from bilevel.tabular.values import labels_of
-from bilevel.tabular.words import counted, listed
 
 
 def additive_pipeline(kinds: Mapping[str, Any], gaps: bool, estimator: Any) -> Pipeline:
@@ -28,18 +28,17 @@ def columns_read(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def additive_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
-    """A note for every column with empty fields, or with categories, that the training rows lack."""
+    """A note for every column with empty fields, or with categories that the training rows do not have."""
     model, notes = pipeline["model"], []
     terms = dict(zip(model.feature_names_in_, model._design.terms, strict=True))
     for name, kind in columns_read(pipeline).items():
-        column, term = (
-            frame[name],
-            terms.get(name, next((terms[key] for key in terms if key.startswith(f"{name} (")), None)),
-        )
+        column = frame[name]
+        # A date column has several terms, such as "day (month)". The first is enough: all have the same empty fields.
+        term = terms.get(name, next((terms[key] for key in terms if key.startswith(f"{name} (")), None))
         if empty := int(column.isna().sum()):
             known = "(missing)" in term.levels if isinstance(term, CategoryTerm) else bool(getattr(term, "gap", 0))
-            has = "the effect that a missing value had in the training rows" if known else "no effect"
-            notes.append(f"Column {name!r}: {counted(empty, 'empty field')} of {where}, with {has}.")
+            effect = "the effect that a missing value had in the training rows" if known else "no effect"
+            notes.append(f"Column {name!r}: {counted(empty, 'empty field')} of {where}, with {effect}.")
         if kind == "categories" and isinstance(term, CategoryTerm):
             levels = set(term.levels.tolist())
             if new := [label for label in labels_of(column) if isinstance(label, str) and label not in levels]:
@@ -52,7 +51,7 @@ def additive_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
 
 
 def additive_content(pipeline: Pipeline) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a file holds of the pipeline: facts and tensors."""
+    """The content of the pipeline for a file: JSON data and tensors."""
     reading = pipeline["columns"].kw_args
     facts, arrays = packed_additive(pipeline["model"])
     tensors = {name: torch.tensor(array, dtype=torch.float64) for name, array in arrays.items()}
@@ -67,7 +66,8 @@ def additive_from(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     estimator = unpacked_additive(content, {name: tensor.numpy() for name, tensor in tensors.items()})
     kinds = {str(name): str(kind) for name, kind in content["reading"]["kinds"]}
     pipeline = additive_pipeline(kinds, bool(content["reading"]["gaps"]), estimator)
-    # A row of no known category with every number in its middle: fails if the parts do not fit each other.
+    # Predict one row, with unknown categories and every number in the middle of its range. This fails if the parts of
+    # the file do not fit each other.
     middle = [
         "?" if isinstance(term, CategoryTerm) else 0.5 * (term.range[0] + term.range[1])
         for term in estimator._design.terms

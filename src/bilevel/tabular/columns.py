@@ -18,14 +18,14 @@ from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardSc
 
 from bilevel.errors import BilevelError
 from bilevel.tabular.dates import PARTS, DateOrder, as_days, calendar, calendar_names
-from bilevel.tabular.values import Floats, Mask, first_of, first_row, labels_of, numbers_of
-from bilevel.tabular.words import counted
+from bilevel.tabular.formatting import counted
+from bilevel.tabular.values import Floats, Mask, comma_advice, first_of, first_row, labels_of, numbers_of
 
 FeatureKind = Literal["numbers", "truth values", "categories"] | DateOrder
 
 
 def as_numbers(frame: Any, gaps: bool) -> Floats:
-    """Columns of numbers as an array; `gaps` says whether empty fields are allowed, as NaN."""
+    """Columns of numbers as an array. With `gaps`, empty fields are allowed and become NaN."""
     return _read(frame, gaps, numbers_of, "a finite number", np.isfinite)
 
 
@@ -45,8 +45,8 @@ def as_labels(frame: Any, gaps: bool) -> NDArray[Any]:
 
 
 def _truths(column: Any) -> Floats:
-    words = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
-    return np.array([words.get(str(label).strip().lower(), np.nan) for label in labels_of(column)])
+    numbers = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
+    return np.array([numbers.get(str(label).strip().lower(), np.nan) for label in labels_of(column)])
 
 
 def _read(frame: Any, gaps: bool, read: Callable[[Any], Any], needed: str, legal: Callable[[Any], Mask]) -> Any:
@@ -61,8 +61,9 @@ def _read(frame: Any, gaps: bool, read: Callable[[Any], Any], needed: str, legal
             )
         values = read(column)
         if (bad := ~legal(values) & ~empty).any():
+            advice = comma_advice(column) or "Correct it"
             raise BilevelError(
-                f"Column {name!r}: {first_of(column, bad)} is not {needed}, which the model needs there."
+                f"Column {name!r}: {first_of(column, bad)} is not {needed}, which the model needs there. {advice}."
             )
         parts.append(values)
     return np.stack(parts, axis=1)
@@ -73,11 +74,11 @@ def indicator_name(column: str, value: Any) -> str:
 
 
 def column_transformer(kinds: Mapping[str, FeatureKind], fill: bool) -> ColumnTransformer:
-    """How columns become features: numbers and truth values as they are, categories as one indicator for each value,
-    and dates as days since 1970, month, weekday and hour.
+    """The transformer from columns to features.
 
-    A column with two categories gets one indicator. With `fill`, empty fields become the median or the commonest value
-    of the training rows; without, they are refused.
+    Numbers and truth values are not changed. Categories become one indicator per value, or one indicator in all for two
+    values. Dates become days since 1970, month, weekday and hour. With `fill`, empty fields are replaced by the median
+    or the most common value of the training rows. Without it, they are refused.
     """
 
     def part(
@@ -97,31 +98,31 @@ def column_transformer(kinds: Mapping[str, FeatureKind], fill: bool) -> ColumnTr
     }
     expand = FunctionTransformer(calendar, feature_names_out=calendar_names)
     parts |= {order: part(as_dates, "median", {"order": order}, expand=expand) for order in get_args(DateOrder)}
-    names = {kind: [name for name, held in kinds.items() if held == kind] for kind in parts}
+    names = {kind: [name for name, its_kind in kinds.items() if its_kind == kind] for kind in parts}
     return ColumnTransformer(
         [(kind, parts[kind], names[kind]) for kind in parts if names[kind]], verbose_feature_names_out=False
     )
 
 
 def readable_columns(frame: Any, kinds: Mapping[str, FeatureKind], gaps: bool) -> Any:
-    """The columns for a model that takes categories and gaps as they are: numbers, text, and the parts of dates."""
-    found: dict[str, Any] = {}
+    """The columns for a model that accepts categories and empty fields: numbers, text, and the parts of dates."""
+    columns: dict[str, Any] = {}
     for name, kind in kinds.items():
-        one = frame[[name]]
-        empty = one[name].isna().to_numpy(dtype=bool)
+        single = frame[[name]]
+        empty = single[name].isna().to_numpy(dtype=bool)
         if kind in ("dates", "day-first dates", "month-first dates"):
-            parts = calendar(np.nan_to_num(as_dates(one, gaps, kind)))
+            parts = calendar(np.nan_to_num(as_dates(single, gaps, kind)))
             parts[empty] = np.nan
-            found |= dict(zip(calendar_names(None, [name]), parts.T, strict=True))
+            columns |= dict(zip(calendar_names(None, [name]), parts.T, strict=True))
         elif kind == "numbers":
-            found[name] = as_numbers(one, gaps)[:, 0]
+            columns[name] = as_numbers(single, gaps)[:, 0]
         elif kind == "truth values":
-            words = np.where(as_truths(one, gaps)[:, 0] == 1, "True", "False").astype(object)
-            words[empty] = None
-            found[name] = words
+            texts = np.where(as_truths(single, gaps)[:, 0] == 1, "True", "False").astype(object)
+            texts[empty] = None
+            columns[name] = texts
         else:
-            found[name] = as_labels(one, gaps)[:, 0]
-    return type(frame)(found, index=frame.index)
+            columns[name] = as_labels(single, gaps)[:, 0]
+    return type(frame)(columns, index=frame.index)
 
 
 def column_reader(kinds: Mapping[str, FeatureKind], gaps: bool) -> FunctionTransformer:
@@ -130,7 +131,8 @@ def column_reader(kinds: Mapping[str, FeatureKind], gaps: bool) -> FunctionTrans
 
 
 def preprocessing(kinds: Mapping[str, FeatureKind], fill: bool) -> Pipeline:
-    """Features from columns; those that are constant over the training rows are left out, the others standardised."""
+    """The steps from columns to features. Features that are constant over the training rows are removed, the others
+    standardised."""
     return Pipeline(
         [
             ("columns", column_transformer(kinds, fill)),
@@ -142,45 +144,48 @@ def preprocessing(kinds: Mapping[str, FeatureKind], fill: bool) -> Pipeline:
 
 @contextmanager
 def quiet_categories() -> Iterator[None]:
-    """Without scikit-learn's warning of categories that the training rows lack; a note says so."""
+    """Ignore scikit-learn's warning about unknown categories, because a note reports them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Found unknown categories")
         yield
 
 
 def transformed(steps: Pipeline, frame: Any) -> Floats:
-    """The features of a table. A category that the training rows lack is all zeros."""
+    """The features of a table. For an unknown category, all indicators are 0."""
     with quiet_categories():
         return np.asarray(steps.transform(frame))
 
 
 def outputs(estimator: Any, X: Any) -> Floats:
-    """Probabilities of a classifier, numbers of a regressor."""
+    """The probabilities of a classifier, or the predictions of a regressor."""
     return np.asarray(estimator.predict_proba(X) if hasattr(estimator, "predict_proba") else estimator.predict(X))
 
 
 def described(transformer: ColumnTransformer) -> list[dict[str, Any]]:
-    """What a fitted ColumnTransformer learned of every column, as plain data: name, kind, fill value, categories, and
-    the category without an indicator."""
-    found = []
+    """What a fitted ColumnTransformer learned about every column, as JSON data.
+
+    The keys are name, kind, fill (the value for empty fields), categories, and without_indicator (the category that has
+    none).
+    """
+    columns = []
     for kind, _, names in transformer.transformers:
         steps = transformer.named_transformers_[kind].named_steps
         for place, name in enumerate(names):
             fill = steps["fill"].statistics_[place] if "fill" in steps else None
-            one = {"name": name, "kind": kind, "fill": fill if kind == "categories" or fill is None else float(fill)}
+            column = {"name": name, "kind": kind, "fill": fill if kind == "categories" or fill is None else float(fill)}
             if kind == "categories":
                 values = steps["encode"].categories_[place].tolist()
-                one |= {"categories": values, "without_indicator": values[0] if len(values) == 2 else None}
-            found.append(one)
-    return found
+                column |= {"categories": values, "without_indicator": values[0] if len(values) == 2 else None}
+            columns.append(column)
+    return columns
 
 
 def columns_of_features(steps: Pipeline) -> list[str]:
     """The column that every feature comes from."""
-    owners = []
-    for one in described(steps["columns"]):
-        count = len(PARTS) if one["kind"] in get_args(DateOrder) else 1
-        if "categories" in one:
-            count = len(one["categories"]) - (one["without_indicator"] is not None)
-        owners += [one["name"]] * count
-    return np.array(owners, dtype=object)[steps["varying"].get_support()].tolist()
+    names = []
+    for column in described(steps["columns"]):
+        count = len(PARTS) if column["kind"] in get_args(DateOrder) else 1
+        if "categories" in column:
+            count = len(column["categories"]) - (column["without_indicator"] is not None)
+        names += [column["name"]] * count
+    return np.array(names, dtype=object)[steps["varying"].get_support()].tolist()

@@ -1,4 +1,4 @@
-"""Dates: whether the day or the month comes first, and features of a date."""
+"""Dates: the order of day and month, and the features of a date."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PARTS = ("days", "month", "weekday", "hour")
 
 
 def date_order(column: Any) -> DateOrder | None:
-    """How dates are written, or None where the values do not tell.
+    """The order of day and month in text, or None if the values do not determine it.
 
     >>> import pandas as pd
     >>> [date_order(pd.Series(values)) for values in (["2024-03-31"], ["31.3.2024"], ["3/31/2024"], ["3/4/2024"])]
     ['dates', 'day-first dates', 'month-first dates', None]
     """
-    found = [NUMERIC.fullmatch(value) for value in column.dropna() if isinstance(value, str)]
-    leading = [(int(one[1]), int(one[2])) for one in found if one]
+    matches = [NUMERIC.fullmatch(value) for value in column.dropna() if isinstance(value, str)]
+    leading = [(int(match[1]), int(match[2])) for match in matches if match]
     if not leading:
         return "dates"
     if any(first > 12 for first, _ in leading):
@@ -32,7 +32,7 @@ def date_order(column: Any) -> DateOrder | None:
 
 
 def as_days(column: Any, order: DateOrder | None = None) -> Floats:
-    """Days since 1970 with fractions; NaN where there is no date.
+    """Days since 1970, with fractions; NaN for values that are not dates.
 
     >>> import pandas as pd
     >>> as_days(pd.Series(["1970-01-02 12:00", "1971-01-01"])).tolist()
@@ -43,12 +43,12 @@ def as_days(column: Any, order: DateOrder | None = None) -> Floats:
         return (column / pandas.Timedelta(days=1)).to_numpy(dtype=float, na_value=np.nan)
     order = order or date_order(column) or "dates"
     try:
-        found = pandas.to_datetime(
+        dates = pandas.to_datetime(
             column, format="mixed", dayfirst=order == "day-first dates", errors="coerce", utc=True
         )
-    except (ValueError, TypeError):  # a mixture that pandas does not parse
+    except (ValueError, TypeError):  # pandas cannot parse some mixtures of formats
         return np.full(len(column), np.nan)
-    since = found - pandas.Timestamp(0, tz="UTC")
+    since = dates - pandas.Timestamp(0, tz="UTC")
     return (since / pandas.Timedelta(days=1)).to_numpy(dtype=float, na_value=np.nan)
 
 
@@ -58,10 +58,10 @@ def calendar(days: Floats) -> Floats:
     >>> calendar(np.array([[1.5]])).tolist()
     [[1.5, 1.0, 4.0, 12.0]]
     """
-    whole = np.floor(days)
-    stamps = whole.astype(np.int64).astype("datetime64[D]")
+    day = np.floor(days)
+    stamps = day.astype(np.int64).astype("datetime64[D]")
     month = stamps.astype("datetime64[M]").astype(int) % 12 + 1
-    parts = np.stack([days, month, (whole + 3) % 7, np.round(24 * (days - whole), 6)], axis=2)
+    parts = np.stack([days, month, (day + 3) % 7, np.round(24 * (days - day), 6)], axis=2)
     return np.asarray(parts.reshape(len(days), -1), dtype=float)
 
 

@@ -1,4 +1,4 @@
-"""The effects of an additive model of a table as plain data, for its record, its table and its charts."""
+"""The effects of an additive model as JSON data, for its record, its table and its charts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 import numpy as np
 
-# Effects whose curves are kept, the most important first, and points of each.
-MOST_EFFECTS, POINTS, PAIR_POINTS = 16, 60, 24
+# The number of effects whose curves are stored, and the number of points of each.
+MAX_EFFECTS, POINTS, PAIR_POINTS = 16, 60, 24
 
 
 def effect_rows(model: Any) -> list[dict[str, Any]]:
-    """Every term, the most important first: its importance and penalties; and, of the first, the effect itself.
+    """Every term with its importance and penalties, the most important first, and the effects of the first 16.
 
-    `shape` is "curve", "categories" or "pair". An effect has a `grid` (for a pair, of each column) and for each output
-    the `mean` with the ends `low` and `high` of its band, and `missing`, the effect of a missing value, or None. Of two
-    classes, effects are on the log-odds of the second; of more, there is an output for each.
+    `shape` is "curve", "categories" or "pair". An effect has a `grid` (for a pair, one per column). For each output it
+    has the `mean`, the ends `low` and `high` of its band (not for a pair), and `missing`, the effect of a missing value
+    or None. With two classes, effects are on the log-odds of the second. With more, there is an output for each.
     """
-    found = []
+    rows = []
     for place, name in enumerate(sorted(model.terms_, key=lambda name: -model.importance_[name])):
         row = {"term": name, "importance": model.importance_[name], "penalties": dict(model.penalties_[name])}
-        if place < MOST_EFFECTS and model.importance_[name] > 0:
+        if place < MAX_EFFECTS and model.importance_[name] > 0:
             row |= _effect(model, name)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _effect(model: Any, name: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _effect(model: Any, name: str) -> dict[str, Any]:
 
 
 def effects_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The terms as CSV, a row for each part with its penalty."""
+    """The terms as CSV, one row for each part of a term, with its penalty."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["term", "importance", "part", "penalty"])

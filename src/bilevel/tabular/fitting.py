@@ -1,4 +1,4 @@
-"""Our estimators of a table."""
+"""Our estimators for tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LINEAR: dict[ModelKind, Any] = {
     "elastic-net": BilevelElasticNet,
     "logistic": BilevelLogisticRegression,
 }
-# A smaller penalty of a standardised feature does not change the fit in double precision.
-LEAST = 1e-12
+# In double precision, smaller penalties of a standardised feature give the same fit as this one.
+MIN_PENALTY = 1e-12
 
 
 def kinds_for(classes: bool, asked: ModelKind | None, groups: bool = False) -> list[ModelKind]:
-    """Which of our models to try. Groups of features that share a penalty are for linear models alone.
+    """The kinds of our models to try. Only linear models can have groups of features that share a penalty.
 
     >>> kinds_for(False, None), kinds_for(True, None), kinds_for(True, None, groups=True)
     (['additive', 'ridge', 'elastic-net'], ['additive', 'logistic'], ['logistic'])
@@ -34,7 +34,7 @@ def kinds_for(classes: bool, asked: ModelKind | None, groups: bool = False) -> l
 
 
 def additive_estimator(classes: bool, *, max_iter: int, seed: int) -> Any:
-    """Our additive model, not fitted. It reads the columns themselves and not features made of them."""
+    """Our additive model, not fitted. Its input is the columns, not features computed from them."""
     kind = BilevelAdditiveClassifier if classes else BilevelAdditiveRegressor
     default = kind()
     return default.set_params(max_iter=min(max_iter, default.max_iter), random_state=seed, verbose=False)

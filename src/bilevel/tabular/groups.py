@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
+from bilevel.tabular.formatting import listed
 from bilevel.tabular.reading import read_table
-from bilevel.tabular.words import listed
 
 
 def column_groups(rules: Sequence[str], columns: Sequence[str], others: Sequence[str] = ()) -> dict[str, str]:
@@ -20,10 +20,10 @@ def column_groups(rules: Sequence[str], columns: Sequence[str], others: Sequence
     Args:
         rules: "columns" (each column is a group), "prefix" (the name up to its first _, - or .), a JSON file
             `{"group": ["column", …]}` or `{"column": "group"}`, or a CSV file with the columns `column` and `group`.
-            Or several `pattern=name`: columns whose names match the pattern, in which * stands for anything; the first
-            that matches counts, and columns that none matches are the group "other".
-        columns: those that features come from.
-        others: columns of the table that a file may name as well, without effect.
+            Or several `pattern=name`, for columns whose names match the pattern. * in a pattern matches any text. The
+            first pattern that matches a column applies. Columns without a match form the group "other".
+        columns: the feature columns.
+        others: other columns of the table. A file may name them too, without effect.
 
     >>> column_groups(["prefix"], ["size_x", "age", "size_y"])
     {'size_x': 'size', 'age': 'age', 'size_y': 'size'}
@@ -33,7 +33,9 @@ def column_groups(rules: Sequence[str], columns: Sequence[str], others: Sequence
     if any("=" in rule for rule in rules):
         return _from_patterns(rules, columns)
     if len(rules) > 1:
-        raise BilevelError(f"--group {rules[1]} comes after --group {rules[0]}; several are for PATTERN=NAME alone.")
+        raise BilevelError(
+            f"--group {rules[1]} comes after --group {rules[0]}. Only PATTERN=NAME can be given several times."
+        )
     rule = rules[0]
     if rule == "columns":
         return {name: name for name in columns}
@@ -50,22 +52,22 @@ def column_groups(rules: Sequence[str], columns: Sequence[str], others: Sequence
 
 
 def _from_patterns(rules: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for rule in rules:
-        pattern, mark, group = rule.rpartition("=")
-        if not (mark and pattern and group):
+        pattern, equals, group = rule.rpartition("=")
+        if not (equals and pattern and group):
             raise BilevelError(f"--group {rule} is not PATTERN=NAME, as in --group 'gene_*=genes'.")
         matching = [name for name in columns if fnmatch.fnmatchcase(name, pattern)]
         if not matching:
-            raise BilevelError(f"--group {rule} matches no feature column; there are {listed(columns)}.")
+            raise BilevelError(f"--group {rule} matches no feature column. The columns are {listed(columns)}.")
         for name in matching:
-            found.setdefault(name, group)
-    return {name: found.get(name, "other") for name in columns}
+            groups.setdefault(name, group)
+    return {name: groups.get(name, "other") for name in columns}
 
 
 def _from_file(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise BilevelError(f"--group {path} is not a file; write PATTERN=NAME, FILE.csv, FILE.json, prefix or columns.")
+        raise BilevelError(f"--group {path} is not a file. Write PATTERN=NAME, FILE.csv, FILE.json, prefix or columns.")
     if path.suffix.lower() == ".json":
         return _from_json(path)
     frame = read_table(path, as_text=True).frame
@@ -78,19 +80,21 @@ def _from_file(path: Path) -> dict[str, str]:
 
 def _from_json(path: Path) -> dict[str, str]:
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8-sig"))
+        content: Any = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise BilevelError(f"--group {path} is not valid JSON ({error}).") from error
-    if isinstance(found, Mapping) and all(isinstance(value, list) for value in found.values()):
-        return _one_group_each(path, ((name, group) for group, names in found.items() for name in names))
-    if isinstance(found, Mapping) and all(isinstance(value, (str, int)) for value in found.values()):
-        return {name: str(group) for name, group in found.items()}
+    if isinstance(content, Mapping) and all(isinstance(value, list) for value in content.values()):
+        return _one_group_each(path, ((name, group) for group, names in content.items() for name in names))
+    if isinstance(content, Mapping) and all(isinstance(value, (str, int)) for value in content.values()):
+        return {name: str(group) for name, group in content.items()}
     raise BilevelError(f'--group {path} must hold {{"group": ["column", …], …}} or {{"column": "group", …}}.')
 
 
 def _one_group_each(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[str, str]:
-    chosen: dict[str, str] = {}
+    groups: dict[str, str] = {}
     for name, group in pairs:
-        if chosen.setdefault(str(name), str(group)) != str(group):
-            raise BilevelError(f"--group {path} puts column {name!r} into two groups, {chosen[name]!r} and {group!r}.")
-    return chosen
+        if groups.setdefault(str(name), str(group)) != str(group):
+            raise BilevelError(
+                f"--group {path} puts column {name!r} into two groups, {groups[str(name)]!r} and {group!r}."
+            )
+    return groups

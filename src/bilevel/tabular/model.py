@@ -1,4 +1,4 @@
-"""A tuned model of a table: a fitted scikit-learn pipeline, saved as numbers and text. Nothing is ever pickled."""
+"""A tuned model of a table: a fitted scikit-learn pipeline, saved as tensors and JSON, never pickled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bilevel.tabular.additive import additive_content, additive_from, additive_n
 from bilevel.tabular.columns import described, outputs, preprocessing, quiet_categories
 from bilevel.tabular.dates import DateOrder
 from bilevel.tabular.fitting import make_estimator
+from bilevel.tabular.formatting import counted, listed
 from bilevel.tabular.settings import ModelKind
 from bilevel.tabular.values import Floats, first_row, labels_of
-from bilevel.tabular.words import counted, listed
 from bilevel.training.files import read_tensors, write_tensors
 
 KIND, VERSION = "table model", 3
@@ -51,17 +51,18 @@ class TablePredictions:
 
 @dataclass(frozen=True)
 class TableModel:
-    """A fitted pipeline and what belongs to it.
+    """A fitted pipeline, with what is needed to save it and to predict.
 
     Args:
-        pipeline: takes DataFrames as pandas reads them. Its last step is `model`, an estimator of `bilevel.estimators`.
-            Before a linear one are `columns` (a ColumnTransformer), `varying` and `scale`; before the additive one,
-            `columns` (a FunctionTransformer that reads numbers, categories and dates).
+        pipeline: predicts from DataFrames as pandas reads them. Its last step is `model`, an estimator of
+            `bilevel.estimators`. Before a linear model are the steps `columns` (a ColumnTransformer), `varying` and
+            `scale`; before an additive model, `columns` (a FunctionTransformer that reads numbers, categories and
+            dates).
         model: additive, ridge, elastic-net or logistic.
-        target: the column that it predicts.
-        missing: the setting it was trained with.
+        target: the column that the model predicts.
+        missing: the setting `missing` of the training.
         settings: arguments of `make_estimator`, for a linear model.
-        facts: where it comes from.
+        facts: the file, its checksum, the number of rows and the column of weights.
     """
 
     pipeline: Pipeline
@@ -73,7 +74,7 @@ class TableModel:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it reads."""
+        """The columns that the model reads."""
         if self.model == "additive":
             return list(columns_read(self.pipeline))
         return [one["name"] for one in described(self.pipeline["columns"])]
@@ -88,16 +89,16 @@ class TableModel:
 
     @property
     def coefficients(self) -> Floats:
-        """Of a linear model's standardised features, outputs × features; one output for a number or two classes."""
+        """The coefficients of a linear model's standardised features, outputs × features. Two classes: one output."""
         return np.atleast_2d(self.pipeline[-1].coef_)
 
     @property
     def penalty(self) -> Floats:
-        """Of every standardised feature of a linear model."""
+        """The penalty of every standardised feature of a linear model."""
         return np.broadcast_to(self.pipeline[-1].alpha_, self.coefficients.shape[1])
 
     def outputs(self, frame: Any) -> Floats:
-        """Numbers, or probabilities, rows × classes."""
+        """The predicted numbers, or probabilities of shape rows × classes."""
         with quiet_categories():
             return outputs(self.pipeline, frame)
 
@@ -105,41 +106,41 @@ class TableModel:
         """Predictions for a DataFrame.
 
         Args:
-            frame: has the columns that the model was trained on; others are ignored, with a note.
-            where: what the frame is called in messages.
+            frame: a table with the columns that the model was trained on. Others are ignored, with a note.
+            where: the name of the table in messages.
         """
         self._check_columns(list(frame.columns), where)
         notes = field_notes(self.pipeline, frame, where)
         used = {*self.columns, self.target, self.facts.get("weights")}
         if extra := [name for name in frame.columns if name not in used]:
             notes.append(f"Columns of {where} that the model does not use: {listed(extra)}.")
-        known = np.ones(len(frame), dtype=bool)
+        complete = np.ones(len(frame), dtype=bool)
         if self.missing == "drop":
-            known = frame[self.columns].notna().all(axis=1).to_numpy(dtype=bool)
-        if not known.all():
+            complete = frame[self.columns].notna().all(axis=1).to_numpy(dtype=bool)
+        if not complete.all():
             notes.append(
-                f"{int((~known).sum())} of {len(known)} rows have empty fields (first row "
-                f"{first_row(frame, ~known)}) and get no prediction: the model's training left such rows out."
+                f"{int((~complete).sum())} of {len(complete)} rows have empty fields (first row "
+                f"{first_row(frame, ~complete)}) and get no prediction: the model's training left such rows out."
             )
         classes = np.array(self.classes, dtype=object)
-        found = np.full((len(frame), len(classes)) if len(classes) else len(frame), np.nan)
-        if known.any():
-            found[known] = self.outputs(frame[known])
+        predicted = np.full((len(frame), len(classes)) if len(classes) else len(frame), np.nan)
+        if complete.any():
+            predicted[complete] = self.outputs(frame[complete])
         values: NDArray[Any] = np.full(len(frame), None, dtype=object)
-        values[known] = classes[found[known].argmax(1)] if len(classes) else found[known]
-        return TablePredictions(values.tolist(), found if len(classes) else None, notes)
+        values[complete] = classes[predicted[complete].argmax(1)] if len(classes) else predicted[complete]
+        return TablePredictions(values.tolist(), predicted if len(classes) else None, notes)
 
-    def _check_columns(self, there: list[str], where: str) -> None:
-        if absent := [name for name in self.columns if name not in there]:
-            near = [(name, match) for name in absent for match in difflib.get_close_matches(name, there, 1, 0.75)]
-            hints = ", ".join(f"{match!r} is near {name!r}" for name, match in near[:3])
+    def _check_columns(self, columns: list[str], where: str) -> None:
+        if absent := [name for name in self.columns if name not in columns]:
+            similar = [(name, match) for name in absent for match in difflib.get_close_matches(name, columns, 1, 0.75)]
+            hints = ", ".join(f"{match!r} is similar to {name!r}" for name, match in similar[:3])
             raise BilevelError(
                 f"{where} lacks the column{'s' * (len(absent) > 1)} {listed(absent)}, which the model was trained on"
-                f"{f' ({hints})' if hints else ''}. It has {listed(there)}."
+                f"{f' ({hints})' if hints else ''}. It has {listed(columns)}."
             )
 
     def save(self, path: Path) -> None:
-        """Write one safetensors file: the arrays, and everything else as JSON in its metadata."""
+        """Write one safetensors file, with the arrays as tensors and everything else as JSON in its metadata."""
         facts = {
             "kind": KIND,
             "version": VERSION,
@@ -160,7 +161,7 @@ class TableModel:
 
 
 def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
-    """A note for every column with empty fields, and for every column with categories that the training rows lack."""
+    """A note for every column with empty fields, and for every column with unknown categories."""
     if isinstance(pipeline["columns"], FunctionTransformer):
         return additive_notes(pipeline, frame, where)
     notes = []
@@ -186,12 +187,12 @@ def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
 
 
 def load(path: Path | str) -> TableModel:
-    """Read a model from its file, or from the folder of `bilevel tune`; its `pipeline` is ready to predict."""
-    place = Path(path)
-    file = place / FILE if place.is_dir() else place
+    """Read a model from its file, or from the folder of `bilevel tune`. Its `pipeline` is ready to predict."""
+    path = Path(path)
+    file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        what = f"has no {FILE}" if place.is_dir() else "does not exist"
-        raise BilevelError(f"{place} {what}; pass the folder that `bilevel tune … --out DIR` wrote, or its {FILE}.")
+        what = f"has no {FILE}" if path.is_dir() else "does not exist"
+        raise BilevelError(f"{path} {what}. Pass the folder that `bilevel tune … --out DIR` wrote, or its {FILE}.")
     tensors, facts = read_tensors(file)
     if facts.get("kind") != KIND:
         raise BilevelError(
@@ -200,8 +201,8 @@ def load(path: Path | str) -> TableModel:
         )
     if facts.get("version") != VERSION:
         raise BilevelError(
-            f"{file} has version {facts.get('version')} of the format and this bilevel reads {VERSION}; install the "
-            "release that wrote it, or tune again."
+            f"{file} has version {facts.get('version')} of the format, and this release of bilevel reads version "
+            f"{VERSION}. Install the release that wrote the file, or tune again."
         )
     try:
         additive = facts.get("model") == "additive"
@@ -213,7 +214,7 @@ def load(path: Path | str) -> TableModel:
 
 
 def _rebuilt(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Pipeline:
-    """The pipeline, from what each step learned. Only documented attributes of scikit-learn's classes are set."""
+    """The fitted pipeline from stored attributes. Only documented attributes of scikit-learn's classes are set."""
     columns, example = facts["columns"], _example_table(facts["columns"])
     steps = preprocessing({one["name"]: one["kind"] for one in columns}, facts["missing"] == "median")
     pipeline = Pipeline([*steps.steps, ("model", make_estimator(facts["model"], **facts["settings"]))])
@@ -230,7 +231,7 @@ def _rebuilt(facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Pipelin
 
 
 def _example_table(columns: list[dict[str, Any]]) -> Any:
-    """A table from which a ColumnTransformer learns the given medians, commonest values and categories."""
+    """A table from which a ColumnTransformer learns the given medians, most common values and categories."""
     pandas = extras.load("pandas", extra="table", purpose="A model of a table")
     rows = 1 + max(len(one.get("categories", ())) for one in columns)
     content: dict[str, list[Any]] = {}
@@ -239,6 +240,6 @@ def _example_table(columns: list[dict[str, Any]]) -> Any:
         common = one["fill"] if one["fill"] is not None else known[0] if known else 0.0
         if one["kind"] in get_args(DateOrder):
             common = pandas.Timestamp(0) + pandas.Timedelta(days=common)
-        # Every category once, and the commonest value in all other rows, which are two at least with its own.
+        # Every category once, and the most common value again in all other rows, of which there is at least one.
         content[one["name"]] = [*known, *[common] * (rows - len(known))]
     return pandas.DataFrame(content)

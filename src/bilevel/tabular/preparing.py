@@ -1,4 +1,4 @@
-"""From a table to the rows and columns that are used: the target, the weights, and how rows may be split."""
+"""From a table to the rows and columns that are used, with the target, the weights and the splits."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from bilevel.errors import BilevelError
 from bilevel.tabular.checking import check_target, feature_kinds, rare_classes
 from bilevel.tabular.columns import FeatureKind
 from bilevel.tabular.dates import as_days
+from bilevel.tabular.formatting import check_names, counted, listed
 from bilevel.tabular.reading import DataTable
 from bilevel.tabular.settings import TuneSettings
 from bilevel.tabular.splits import Splits
 from bilevel.tabular.values import Floats, Mask, first_of, first_row, kind_of, labels_of, numbers_of
-from bilevel.tabular.words import check_names, counted, listed
 
 
 @dataclass(frozen=True)
 class UsedTable:
-    """The rows and columns of a table that are used, in order of time if there is one.
+    """The rows and columns of a table that are used. With --time, rows are in order of time.
 
     Args:
-        classes: whether the target is classes, as text, or numbers.
-        reason: why, if it was not asked for.
-        frame: the feature columns as they were read; the index is the row in the file, from 0.
+        classes: whether the target holds classes (as text) or numbers.
+        reason: why, if no setting says so.
+        frame: the feature columns as they were read. The index is the row of the file, from 0.
         kinds: how each column becomes features.
         y: the target.
-        weights: of the rows, if any; 1 on average.
-        splits: how rows are split.
-        notes: what was left out or changed, one sentence each.
+        weights: the weight of every row, with a mean of 1; None without --weights.
+        splits: the folds.
+        notes: sentences about what was left out or changed.
     """
 
     classes: bool
@@ -45,26 +45,26 @@ class UsedTable:
 
 
 def used_table(table: DataTable, settings: TuneSettings) -> UsedTable:
-    """Check the table, and choose its rows and columns."""
+    """Check the table, and select its rows and columns."""
     columns = _feature_columns(table, settings)
-    goal = table.frame[settings.target]
-    classes, reason = check_target(goal, settings)
+    target = table.frame[settings.target]
+    classes, reason = check_target(target, settings)
     kinds, notes = feature_kinds(table.frame[columns], settings)
     if not kinds:
         raise BilevelError(f"{table.path} has no column to learn from. " + " ".join(notes))
-    keep, gone = _kept_rows(table, list(kinds), goal, settings)
+    keep, removal_notes = _kept_rows(table, list(kinds), target, settings)
     rows = np.flatnonzero(keep)
     if settings.time is not None:
-        moments = table.frame[settings.time].iloc[rows]
-        order = as_days(moments) if kind_of(moments) == "date" else numbers_of(moments)
+        times = table.frame[settings.time].iloc[rows]
+        order = as_days(times) if kind_of(times) == "date" else numbers_of(times)
         if (bad := ~np.isfinite(order)).any():
             raise BilevelError(
-                f"--time {settings.time!r} needs a date or a number in every row ({first_of(moments, bad)})."
+                f"--time {settings.time!r} needs a date or a number in every row ({first_of(times, bad)})."
             )
         rows = rows[np.argsort(order, kind="stable")]
         notes.append(f"Rows are in order of {settings.time!r}, which is not a feature.")
     frame = table.frame.iloc[rows][list(kinds)]
-    y = (labels_of if classes else numbers_of)(goal.iloc[rows])
+    y = (labels_of if classes else numbers_of)(target.iloc[rows])
     _enough_rows(table, settings, y, classes)
     together = None
     if settings.groups is not None:
@@ -79,7 +79,7 @@ def used_table(table: DataTable, settings: TuneSettings) -> UsedTable:
     splits = Splits(y, classes=classes, together=together, in_time=in_time, count=settings.cv, seed=settings.seed)
     if together is not None or in_time:
         splits.check(settings.repeats)
-    notes = gone + notes
+    notes = removal_notes + notes
     weights = None
     if settings.weights is not None:
         weights = _weights(table, settings.weights, rows)
@@ -91,8 +91,9 @@ def _feature_columns(table: DataTable, settings: TuneSettings) -> list[str]:
     special = {"--weights": settings.weights, "--groups": settings.groups, "--time": settings.time}
     if settings.groups is not None and settings.groups not in table.columns:
         raise BilevelError(
-            f"--groups {settings.groups!r} is not a column of the table; rows with one value of it stay together. For "
-            f"features that share a penalty write --group {settings.groups}. Columns: {listed(table.columns, 30)}."
+            f"--groups {settings.groups!r} is not a column of the table. --groups keeps rows with the same value "
+            f"together. For features that share a penalty, write --group {settings.groups}. Columns: "
+            f"{listed(table.columns, 30)}."
         )
     for flag, names in (
         ("--target", [settings.target]),
@@ -110,27 +111,27 @@ def _feature_columns(table: DataTable, settings: TuneSettings) -> list[str]:
     names = [name for name in table.columns if name not in left_out]
     if not names:
         raise BilevelError(
-            f"{table.path} has no column left to predict {settings.target!r} from; it was read with the columns "
+            f"{table.path} has no column left to predict {settings.target!r} from. It was read with the columns "
             f"{listed(table.columns)}." + (" Is --separator right?" if table.kind == "CSV" else "")
         )
     return names
 
 
-def _kept_rows(table: DataTable, columns: list[str], goal: Any, settings: TuneSettings) -> tuple[Mask, list[str]]:
+def _kept_rows(table: DataTable, columns: list[str], target: Any, settings: TuneSettings) -> tuple[Mask, list[str]]:
     frame = table.frame[columns]
-    keep = goal.notna().to_numpy(dtype=bool)
+    keep = target.notna().to_numpy(dtype=bool)
     notes = []
     if not keep.all():
         count = counted(int((~keep).sum()), "row")
         if settings.missing == "error":
             raise BilevelError(
                 f"The target {settings.target!r} has no value in {count}, first in row "
-                f"{first_row(goal, ~keep)}. Write --missing drop to leave such rows out. (Fields like NA, "
+                f"{first_row(target, ~keep)}. Write --missing drop to leave such rows out. (Fields like NA, "
                 "NaN, None and null count as empty.)"
             )
         notes.append(f"Left out {count} without a target.")
     if settings.groups is not None and (gap := table.frame[settings.groups].isna().to_numpy(dtype=bool) & keep).any():
-        raise BilevelError(f"--groups {settings.groups!r} has no value in row {first_row(goal, gap)}; fill it in.")
+        raise BilevelError(f"--groups {settings.groups!r} has no value in row {first_row(target, gap)}. Fill it in.")
     gaps = frame[keep].isna()
     if settings.missing == "drop" and gaps.to_numpy().any():
         count = counted(int(gaps.any(axis=1).sum()), "row")
@@ -144,14 +145,14 @@ def _enough_rows(table: DataTable, settings: TuneSettings, y: NDArray[Any], clas
     if rows < 2 * enough:
         raise BilevelError(
             f"{table.path} has {counted(rows, 'usable row')}, too few for --cv {settings.cv}, which needs "
-            f"{2 * enough}. Bring more rows, or write fewer folds."
+            f"{2 * enough}. Add rows, or write fewer folds."
         )
     if classes:
         rare_classes(y.tolist(), settings, enough)
 
 
 def rows_needed(folds: int) -> int:
-    """How many rows of each class are needed, so that one is left for each fold inside each fold.
+    """The number of rows of each class that nested cross-validation needs, so that every inner fold has one.
 
     >>> rows_needed(5)
     7
@@ -160,12 +161,16 @@ def rows_needed(folds: int) -> int:
 
 
 def _weights(table: DataTable, name: str, rows: NDArray[np.int64]) -> Floats:
-    """The weights with a mean of 1. In another unit they would move every penalty, and the best one out of the range
-    that the grids of scikit-learn's models search."""
+    """The weights divided by their mean.
+
+    Another unit of the weights would scale the best penalty, possibly out of the grids of scikit-learn's models.
+    """
     column = table.frame[name].iloc[rows]
     weights = numbers_of(column)
     if (bad := ~np.isfinite(weights) | (weights < 0)).any():
         raise BilevelError(f"--weights {name!r} needs a number of at least 0 in every row ({first_of(column, bad)}).")
     if not weights.sum() > 0:
-        raise BilevelError(f"--weights {name!r} is 0 in all {counted(len(weights), 'row')}; a positive one is needed.")
+        raise BilevelError(
+            f"--weights {name!r} is 0 in all {counted(len(weights), 'row')}. Pass at least one positive weight."
+        )
     return weights / weights.mean()

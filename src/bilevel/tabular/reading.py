@@ -1,4 +1,4 @@
-"""Reading a table: CSV in its dialects, Parquet, also compressed with gzip, or Excel. The file is never written to."""
+"""Reading a table from CSV, Parquet or Excel, also compressed with gzip. The file is never changed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 from bilevel import extras
 from bilevel.errors import BilevelError
-from bilevel.tabular.words import listed
+from bilevel.tabular.formatting import listed
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
-HEAD = 30  # lines that the separator is guessed from
-# The first bytes of files that are often taken for tables.
-FOREIGN = {
+GUESSING_LINES = 30  # the separator is guessed from this number of lines
+# The first bytes of other kinds of files that users may pass by mistake.
+OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive",
     b"\xd0\xcf\x11\xe0": "an old Excel workbook",
     b"ARROW1": "an Arrow or Feather file",
@@ -40,9 +40,9 @@ class DataTable:
     Args:
         path: the file.
         frame: its content as a pandas DataFrame with the index 0, 1, ….
-        sha256: of the file's bytes, so that the same file is recognised.
+        sha256: the checksum of the file.
         kind: "CSV", "Parquet" or "Excel".
-        separator: between the fields of a CSV file.
+        separator: the character between the fields of a CSV file.
     """
 
     path: Path
@@ -66,56 +66,56 @@ def read_table(
     sheet: str | None = None,
     as_text: bool = False,
 ) -> DataTable:
-    """Read a CSV, Parquet or Excel file, recognised by its first bytes and not by its name.
+    """Read a CSV, Parquet or Excel file. The kind is recognised by the first bytes, not by the name.
 
     Args:
         path: the file.
-        separator: between the fields of a CSV file; guessed from its first lines if not given.
+        separator: the character between the fields of a CSV file. None guesses it from the first lines.
         decimal: the decimal mark of a CSV file.
-        thousands: between the thousands of a CSV file's numbers.
-        encoding: of a CSV file; UTF-8, with or without a byte order mark, if not given.
-        sheet: of an Excel workbook; it is needed if there are several.
-        as_text: leave every field of a CSV file as it is written.
+        thousands: the mark between the thousands of numbers in a CSV file.
+        encoding: the encoding of a CSV file. None means UTF-8, with or without a byte order mark.
+        sheet: the sheet of an Excel workbook. It is needed if the workbook has several.
+        as_text: whether to keep every field of a CSV file as text.
     """
-    place = Path(path)
-    content = _bytes(place)
+    path = Path(path)
+    content = _bytes(path)
     digest = hashlib.sha256(content).hexdigest()
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise BilevelError(f"{place} begins like a gzip file but cannot be decompressed: {error}.") from error
+            raise BilevelError(f"{path} begins like a gzip file but cannot be decompressed: {error}.") from error
     if content[:4] == b"PAR1":
-        return DataTable(place, _parquet(place, content), digest, "Parquet")
+        return DataTable(path, _parquet(path, content), digest, "Parquet")
     if content[:4] == b"PK\x03\x04" and b"xl/workbook" in content:
-        return DataTable(place, _excel(place, content, sheet), digest, "Excel")
-    for start, what in FOREIGN.items():
+        return DataTable(path, _excel(path, content, sheet), digest, "Excel")
+    for start, what in OTHER_FORMATS.items():
         if content.startswith(start):
-            raise BilevelError(f"{place} is {what}. Save the table as CSV, Parquet or Excel, and pass that file.")
-    text = _decoded(place, content, encoding)
+            raise BilevelError(f"{path} is {what}. Save the table as CSV, Parquet or Excel, and pass that file.")
+    text = _decoded(path, content, encoding)
     used = _separator(text, separator)
     options = {"decimal": decimal, "thousands": thousands}
     for name, mark in options.items():
         if mark is not None and len(mark) != 1:
-            raise BilevelError(f"--{name} {mark!r} is not one character; write '.', ',' or another.")
+            raise BilevelError(f"--{name} {mark!r} is not one character. Write '.', ',' or another.")
     if decimal == thousands:
-        raise BilevelError(f"--decimal and --thousands are both {decimal!r}; write two different characters.")
+        raise BilevelError(f"--decimal and --thousands are both {decimal!r}. Write two different characters.")
     if used == decimal and separator is None and decimal != ".":
-        used = ";"  # a comma cannot be both
-    return DataTable(place, _csv(place, text, used, options, as_text), digest, "CSV", used)
+        used = ";"  # the decimal mark cannot also be the separator
+    return DataTable(path, _csv(path, text, used, options, as_text), digest, "CSV", used)
 
 
 def _bytes(path: Path) -> bytes:
     if path.is_dir():
-        raise BilevelError(f"{path} is a folder; pass a CSV, Parquet or Excel file.")
+        raise BilevelError(f"{path} is a folder. Pass a CSV, Parquet or Excel file.")
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise BilevelError(f"There is no file {path}; pass a CSV, Parquet or Excel file.") from error
+        raise BilevelError(f"There is no file {path}. Pass a CSV, Parquet or Excel file.") from error
     except OSError as error:
         raise BilevelError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not content.strip():
-        raise BilevelError(f"{path} is empty; pass a CSV file with a header and rows, or a Parquet file.")
+        raise BilevelError(f"{path} is empty. Pass a CSV file with a header and rows, or a Parquet file.")
     return content
 
 
@@ -128,9 +128,9 @@ def _parquet(path: Path, content: bytes) -> Any:
         frame = read.to_pandas()
     except BilevelError:
         raise
-    except Exception as error:  # pyarrow's own family, and whatever a damaged file makes of its decoders
+    except Exception as error:  # errors of pyarrow, and any error that a damaged file causes in its decoders
         raise BilevelError(f"{path} begins like a Parquet file but cannot be read: {_first_line(error)}") from error
-    # An index with a name is a column of the file; one without counts the rows.
+    # A named index is a column of the file. An index without a name is only the row number.
     return _checked(path, frame.reset_index(drop=all(name is None for name in frame.index.names)))
 
 
@@ -141,9 +141,9 @@ def _excel(path: Path, content: bytes, sheet: str | None) -> Any:
         with pandas.ExcelFile(io.BytesIO(content), engine="openpyxl") as book:
             names = book.sheet_names
             if sheet is None and len(names) > 1:
-                raise BilevelError(f"{path} has {len(names)} sheets; write --sheet with one of {listed(names)}.")
+                raise BilevelError(f"{path} has {len(names)} sheets. Write --sheet with one of {listed(names)}.")
             if sheet is not None and sheet not in names:
-                raise BilevelError(f"--sheet {sheet!r} is not in {path}; it has {listed(names)}.")
+                raise BilevelError(f"--sheet {sheet!r} is not in {path}. It has {listed(names)}.")
             head = pandas.read_excel(book, sheet_name=sheet or 0, header=None, nrows=1)
             _check_names(path, [str(name) for name in (head.iloc[0].dropna() if len(head) else ())])
             frame = pandas.read_excel(book, sheet_name=sheet or 0)
@@ -158,38 +158,38 @@ def _decoded(path: Path, content: bytes, encoding: str | None) -> str:
     try:
         text = content.decode(encoding or "utf-8")
     except LookupError as error:
-        raise BilevelError(f"--encoding {encoding} is not known; write utf-8, latin-1, cp1252 or utf-16.") from error
+        raise BilevelError(f"--encoding {encoding} is not known. Write utf-8, latin-1, cp1252 or utf-16.") from error
     except UnicodeDecodeError as error:
         likely = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
         raise BilevelError(
             f"{path} is not {encoding or 'UTF-8'} text (byte {error.start}: {error.reason}). If it is a CSV file, name "
-            f"its encoding, for example --encoding {likely}; if it is something else, save the table as CSV or Parquet."
+            f"its encoding, for example --encoding {likely}. If it is something else, save the table as CSV or Parquet."
         ) from error
     if "\0" in text[:10_000]:
-        raise BilevelError(f"{path} is not a text file; pass CSV or Parquet.")
+        raise BilevelError(f"{path} is not a text file. Pass CSV, Parquet or Excel.")
     return text.removeprefix("\N{BYTE ORDER MARK}")
 
 
 def _separator(text: str, given: str | None) -> str:
-    """The separator that cuts the first lines into equally many fields, as many as possible."""
+    """The given separator, or the one that splits the first lines into the most fields, in most lines equally many."""
     if given is not None:
         used = {"tab": "\t", r"\t": "\t", **{word: mark for mark, word in SEPARATORS.items()}}.get(given, given)
         if len(used) != 1:
-            raise BilevelError(f"--separator {given!r} is not one character; write ';', tab or another.")
+            raise BilevelError(f"--separator {given!r} is not one character. Write ';', tab or another.")
         return used
     best, most = ",", 1
     for mark in SEPARATORS:
-        counts = [len(row) for row in _rows(text, mark, HEAD)]
+        counts = [len(row) for row in _rows(text, mark, GUESSING_LINES)]
         if counts and counts[0] > most and sum(count == counts[0] for count in counts) > len(counts) / 2:
             best, most = mark, counts[0]
     return best
 
 
 def _rows(text: str, separator: str, count: int) -> list[list[str]]:
-    """The first records that are not empty."""
+    """The first non-empty records."""
     try:
         return list(islice(filter(None, csv.reader(io.StringIO(text), delimiter=separator)), count))
-    except csv.Error:  # the separator does not fit the quotes; pandas names the line when it reads the file
+    except csv.Error:  # the separator does not fit the quotes. If it is chosen all the same, pandas reports the line
         return []
 
 
@@ -205,7 +205,7 @@ def _csv(path: Path, text: str, separator: str, marks: dict[str, Any], as_text: 
     options: dict[str, Any] = {"sep": separator, **marks, "index_col": False, "low_memory": False}
     if as_text:
         options |= {"dtype": str, "keep_default_na": False}
-    # In a file of one column an empty line is an empty field; in others it is nothing.
+    # In a file with one column, an empty line is an empty field. In other files it is skipped.
     options["skip_blank_lines"] = len(head[0]) > 1
     try:
         frame = pandas.read_csv(io.StringIO(text), **options)
@@ -223,7 +223,7 @@ def _csv(path: Path, text: str, separator: str, marks: dict[str, Any], as_text: 
 
 
 def _check_thousands(path: Path, frame: Any, text: str, options: dict[str, Any]) -> None:
-    """Refuse a mark that is not in front of three digits: 2.50 read with thousands="." would be 250."""
+    """Refuse a thousands mark that is not followed by three digits: with thousands=".", 2.50 would become 250."""
     pandas = extras.load("pandas", extra="table", purpose="Reading a table")
     mark, decimal = re.escape(options["thousands"]), re.escape(options["decimal"])
     grouped = rf"\s*[+-]?\d{{1,3}}({mark}\d{{3}})*({decimal}\d*)?\s*%?\s*"
@@ -239,8 +239,10 @@ def _check_thousands(path: Path, frame: Any, text: str, options: dict[str, Any])
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    if twice := [name for name, count in Counter(names).items() if count > 1 and name.strip()]:
-        raise BilevelError(f"{path} has more than one column called {listed(twice)}; rename or remove all but one.")
+    if duplicates := [name for name, count in Counter(names).items() if count > 1 and name.strip()]:
+        raise BilevelError(
+            f"{path} has more than one column called {listed(duplicates)}. Rename or remove all but one."
+        )
 
 
 def _checked(path: Path, frame: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The result of a tuning as plain data: the features, the record in result.json, and the rows of the charts."""
+"""The result of a tuning as JSON data: the features, the record in result.json, and the points of the charts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from sklearn.metrics import confusion_matrix
 from bilevel.tabular.columns import columns_of_features, transformed
 from bilevel.tabular.comparing import ComparedModel
 from bilevel.tabular.effects import effect_rows
-from bilevel.tabular.fitting import LEAST
+from bilevel.tabular.fitting import MIN_PENALTY
 from bilevel.tabular.study import TableStudy
 from bilevel.tabular.values import Floats
 
-# A feature is switched off if its penalty determines more than this share of its coefficient.
+# A feature counts as switched off if its shrinkage is above this value.
 OFF = 0.95
-MOST_POINTS = 3000  # of held-out rows on the page; more cannot be told apart
+MAX_POINTS = 3000  # of a chart of held-out rows; more points cannot be distinguished
 
 
 def shrinkage(study: TableStudy) -> Floats:
-    """s_j = α_j [(ZᵀZ + diag α)⁻¹]_jj: whether the data (0) or the penalty (1) determines a coefficient.
+    """s_j = α_j [(ZᵀZ + diag α)⁻¹]_jj: 0 if the data determine a coefficient, 1 if the penalty does.
 
-    Z are the centred rows; for classes, each times √(p (1 − p)), and the mean over classes is taken. For the
-    elastic net, α is its squared part, and s_j = 1 where the coefficient is 0. Σ_j (1 − s_j) is the number of features
-    without a penalty that have the same freedom as the model. If z_j is orthogonal to the other features, its
-    coefficient is 1 − s_j times that of least squares.
+    Z are the centred rows. For classes, each row is multiplied by √(p (1 − p)), and s is the mean over classes. For the
+    elastic net, α is the penalty of the squares, and s_j = 1 if the coefficient is 0. Σ_j (1 − s_j) is the effective
+    number of features. If z_j is orthogonal to the other features, its coefficient is 1 − s_j times that of least
+    squares.
     """
     used, model = study.used, study.model
     frame = used.frame
@@ -41,17 +41,17 @@ def shrinkage(study: TableStudy) -> Floats:
     elif model.classes:
         outputs = [weights * p * (1 - p) for p in model.outputs(frame)[:, -len(model.coefficients) :].T]
     active = np.any(model.coefficients != 0, axis=0)
-    found = np.ones(len(active))
-    found[active] = np.mean([_shrinkage(X[:, active], penalty[active], each) for each in outputs], axis=0)
-    return found
+    shares = np.ones(len(active))
+    shares[active] = np.mean([_shrinkage(X[:, active], penalty[active], each) for each in outputs], axis=0)
+    return shares
 
 
 def _shrinkage(X: Floats, penalty: Floats, weights: Floats) -> Floats:
-    """α_j [(ZᵀZ + diag α)⁻¹]_jj = 1 − u_jᵀ (I + UUᵀ)⁻¹ u_j with u_j = z_j / √α_j, by the smaller matrix of the two."""
+    """α_j [(ZᵀZ + diag α)⁻¹]_jj = 1 − u_jᵀ (I + UUᵀ)⁻¹ u_j with u_j = z_j / √α_j. The smaller matrix is inverted."""
     if not X.shape[1] or not weights.sum() > 0:
         return np.ones(X.shape[1])
     centred = np.sqrt(weights)[:, None] * (X - weights @ X / weights.sum())
-    U = centred / np.sqrt(np.maximum(penalty, LEAST))
+    U = centred / np.sqrt(np.maximum(penalty, MIN_PENALTY))
     if len(U) < U.shape[1]:
         kept = np.einsum("ij,ij->j", U, np.linalg.solve(np.eye(len(U)) + U @ U.T, U))
         return np.clip(1 - kept, 0, 1)
@@ -61,16 +61,16 @@ def _shrinkage(X: Floats, penalty: Floats, weights: Floats) -> Floats:
 def feature_rows(study: TableStudy) -> list[dict[str, Any]]:
     """Every feature of the saved model, in the order of the table's columns.
 
-    `coefficients` are per standard deviation, one for each output, and `penalty` is α of the standardised feature;
-    `coefficients_raw` and `penalty_raw` = α · scale² are in the units of the table. `off` says that the penalty
-    determines more than 95 % of the coefficient, or that it is exactly 0.
+    `coefficients` are those of the standardised feature, one for each output, and `penalty` is its α.
+    `coefficients_raw` and `penalty_raw` = α · scale² are in the units of the table. `off` is true if `shrinkage` is
+    above 0.95 or all coefficients are 0.
     """
     model = study.model
     scale, amount = model.pipeline["scale"].scale_, shrinkage(study)
-    found = []
+    rows = []
     for j, (name, column) in enumerate(zip(model.features, columns_of_features(model.pipeline), strict=True)):
         coefficients = model.coefficients[:, j]
-        found.append(
+        rows.append(
             {
                 "name": name,
                 "column": column,
@@ -83,12 +83,12 @@ def feature_rows(study: TableStudy) -> list[dict[str, Any]]:
                 "off": bool((coefficients == 0).all() or amount[j] > OFF),
             }
         )
-    places = {name: place for place, name in enumerate(study.table.columns)}
-    return sorted(found, key=lambda one: places[one["column"]])
+    position = {name: k for k, name in enumerate(study.table.columns)}
+    return sorted(rows, key=lambda row: position[row["column"]])
 
 
 def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
-    """The features as CSV; a coefficient column for each class if there are more than two."""
+    """The features as CSV. With more than two classes, there is a coefficient column for each class."""
     suffixes = [f" {name}" for name in classes] if len(classes) > 2 else [""]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -103,7 +103,7 @@ def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
 
 
 def result_record(study: TableStudy) -> dict[str, Any]:
-    """Everything but the predictions, in types that JSON has, except NaN."""
+    """Everything but the predictions, as JSON data. Numbers may be NaN."""
     used, model, table = study.used, study.model, study.table
     estimator = model.pipeline[-1]
     verdict, comparison = study.verdict, study.comparison
@@ -127,7 +127,7 @@ def result_record(study: TableStudy) -> dict[str, Any]:
         "saved": verdict.ours.name,
         "recommended": verdict.best.name,
         "verdict": verdict.sentence,
-        **(_of_additive(study) if model.model == "additive" else _of_linear(study)),
+        **(_additive_record(study) if model.model == "additive" else _linear_record(study)),
         "intercept": np.atleast_1d(estimator.intercept_).tolist(),
         "notes": study.notes,
         "method": estimator.method_,
@@ -139,7 +139,7 @@ def result_record(study: TableStudy) -> dict[str, Any]:
     }
 
 
-def _of_linear(study: TableStudy) -> dict[str, Any]:
+def _linear_record(study: TableStudy) -> dict[str, Any]:
     assert study.shared is not None
     features = feature_rows(study)
     return {
@@ -151,13 +151,13 @@ def _of_linear(study: TableStudy) -> dict[str, Any]:
     }
 
 
-def _of_additive(study: TableStudy) -> dict[str, Any]:
+def _additive_record(study: TableStudy) -> dict[str, Any]:
     estimator = study.model.pipeline[-1]
     return {"effects": effect_rows(estimator), "criterion": estimator.criterion_}
 
 
 def compared_row(study: TableStudy, one: ComparedModel) -> dict[str, Any]:
-    """A line of the comparison; `p` is of the test against the best model, None for the best itself."""
+    """One model of the comparison. `p` is that of the test against the best model; None for the best model."""
     test = study.verdict.tests.get(one.name)
     return {
         "name": one.name,
@@ -170,16 +170,16 @@ def compared_row(study: TableStudy, one: ComparedModel) -> dict[str, Any]:
 
 
 def chart_points(study: TableStudy) -> dict[str, Any]:
-    """Held-out rows for a chart: their numbers in the file, the true values, and the predictions of the best of our
-    models in the first repeat; some, if there are many."""
-    there, classes = study.comparison.tested, study.model.classes
-    truth, predicted = study.used.y[there], study.verdict.ours.predicted[there]
-    rows = study.used.frame.index[there].to_numpy() + 1
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_POINTS)).round().astype(int))
+    """Points of held-out rows for a chart: their numbers in the file, the true values, and the predictions of the best
+    of our models in the first repeat. At most `MAX_POINTS` rows, evenly spaced."""
+    tested, classes = study.comparison.tested, study.model.classes
+    truth, predicted = study.used.y[tested], study.verdict.ours.predicted[tested]
+    rows = study.used.frame.index[tested].to_numpy() + 1
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MAX_POINTS)).round().astype(int))
     points: dict[str, Any] = {"rows": rows[chosen].tolist(), "of": len(rows)}
     if not classes:
         return points | {"truth": truth[chosen].tolist(), "predicted": predicted[chosen].tolist()}
     codes = np.searchsorted(classes, truth)
     confusion = confusion_matrix(codes, predicted.argmax(1), labels=range(len(classes)))
-    likely = predicted[chosen, 1].tolist() if len(classes) == 2 else []
-    return points | {"truth": codes[chosen].tolist(), "predicted": likely, "confusion": confusion.tolist()}
+    probabilities = predicted[chosen, 1].tolist() if len(classes) == 2 else []
+    return points | {"truth": codes[chosen].tolist(), "predicted": probabilities, "confusion": confusion.tolist()}

@@ -1,4 +1,4 @@
-"""scikit-learn's own models, which ours are compared with."""
+"""The models of scikit-learn that ours are compared with."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from bilevel.tabular.settings import ModelKind
 from bilevel.tabular.splits import Pair
 from bilevel.tabular.values import Floats
 
-# Grids wide enough that no table of standardised features has its best penalty at an end.
+# Wide grids, so that the best penalty of standardised features is not at an end.
 RIDGE_GRID = np.logspace(-4, 6, 31)
 LOGISTIC_GRID = np.logspace(-5, 5, 21)
 CONSTANT = {False: "mean", True: "class frequencies"}
 
 
 def rivals(classes: bool, folds: list[Pair], seed: int, exchangeable: bool = True) -> dict[str, Any]:
-    """Estimators by name, not fitted; those with a penalty tune it on the folds.
+    """The estimators by name, not fitted. Those with a penalty tune it on the folds.
 
     Args:
-        exchangeable: any row may be left out by itself; RidgeCV then uses its own, faster leave-one-out criterion.
+        exchangeable: whether single rows may be left out. RidgeCV then uses its faster leave-one-out criterion.
     """
     if classes:
         grid = {"Cs": 1 / LOGISTIC_GRID[::-1], "scoring": "neg_log_loss", "max_iter": 1000}
-        found: dict[str, Any] = {
+        return {
             CONSTANT[True]: DummyClassifier(strategy="prior"),
             "LogisticRegressionCV": LogisticRegressionCV(cv=folds, **grid),
             "RandomForestClassifier": RandomForestClassifier(random_state=seed),
             "HistGradientBoostingClassifier": HistGradientBoostingClassifier(random_state=seed),
         }
-        return found
     return {
         CONSTANT[False]: DummyRegressor(),
         "RidgeCV": RidgeCV(alphas=RIDGE_GRID, cv=None if exchangeable else folds),
@@ -52,8 +51,7 @@ def rivals(classes: bool, folds: list[Pair], seed: int, exchangeable: bool = Tru
 
 
 def fit_quietly(estimator: Any, X: Any, y: NDArray[Any], weights: Floats | None) -> Any:
-    """A fit without warnings of scikit-learn: arguments that are renamed between releases, points of a grid where a
-    solver stops early."""
+    """Fit without scikit-learn's warnings about arguments that were renamed or about convergence on a grid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return estimator.fit(X, y) if weights is None else estimator.fit(X, y, sample_weight=weights)
@@ -68,6 +66,6 @@ def one_penalty(
     else:
         estimator = rivals(model == "logistic", folds, 0)["LogisticRegressionCV" if model == "logistic" else "RidgeCV"]
     fit_quietly(estimator, X, y, weights)
-    if model == "logistic":  # of a penalty for each class, the geometric mean
+    if model == "logistic":  # the geometric mean over classes, which may have different penalties
         return "LogisticRegressionCV", float(np.exp(-np.log(np.atleast_1d(estimator.C_)).mean()))
     return type(estimator).__name__, float(estimator.alpha_)

@@ -13,13 +13,13 @@ from sklearn.metrics import roc_auc_score
 
 from bilevel.tabular.values import Floats
 
-TINY = 1e-15  # smallest probability that counts, so that the log loss is finite
+MIN_PROBABILITY = 1e-15  # smaller probabilities are raised to this, so that the log loss is finite
 NUMBERS = {"r2": "R²", "rmse": "RMSE"}
 CLASSES = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC", "log_loss": "log loss"}
 
 
 def measures(classes: Sequence[str]) -> dict[str, str]:
-    """The measures of a table and their names. The last one, where less is better, is what models are compared by."""
+    """The measures and their names. Models are compared by the last one, of which less is better."""
     return CLASSES if len(classes) else NUMBERS
 
 
@@ -28,14 +28,16 @@ def row_losses(y: NDArray[Any], predicted: Floats, classes: Sequence[str] = ()) 
     if not len(classes):
         return (y - predicted) ** 2
     codes = np.searchsorted(classes, y)
-    return -np.log(np.clip(predicted[np.arange(len(y)), codes], TINY, None))
+    return -np.log(np.clip(predicted[np.arange(len(y)), codes], MIN_PROBABILITY, None))
 
 
 def table_score(
     y: NDArray[Any], predicted: Floats, weights: Floats | None = None, classes: Sequence[str] = ()
 ) -> dict[str, float]:
-    """The measures of predicted numbers, or of probabilities, rows × classes. One without a meaning is NaN, such as R²
-    where all y are equal. The AUC of several classes is the mean of one against the rest.
+    """The measures of predicted numbers, or of probabilities of shape rows × classes.
+
+    A measure that is not defined is NaN, for example R² if all y are equal. The AUC of several classes is the mean of
+    one class against the rest.
 
     >>> table_score(np.array([1.0, 3.0]), np.array([1.0, 2.0]))["r2"]
     0.5
@@ -46,17 +48,17 @@ def table_score(
     weights = np.ones(len(y)) if weights is None else weights
     loss = float(np.average(row_losses(y, predicted, classes), weights=weights))
     if not len(classes):
-        spread = np.average((y - np.average(y, weights=weights)) ** 2, weights=weights)
-        return {"r2": float(1 - loss / spread) if spread > 0 else float("nan"), "rmse": loss**0.5}
-    codes, found = np.searchsorted(classes, y), predicted.argmax(1)
-    there, auc = np.unique(codes[weights > 0]), float("nan")
-    if len(there) == len(classes):
+        variance = np.average((y - np.average(y, weights=weights)) ** 2, weights=weights)
+        return {"r2": float(1 - loss / variance) if variance > 0 else float("nan"), "rmse": loss**0.5}
+    codes, chosen = np.searchsorted(classes, y), predicted.argmax(1)
+    present, auc = np.unique(codes[weights > 0]), float("nan")
+    if len(present) == len(classes):
         scores = predicted[:, 1] if len(classes) == 2 else predicted / predicted.sum(1, keepdims=True)
         auc = float(roc_auc_score(codes, scores, multi_class="ovr", sample_weight=weights))
     return {
-        "accuracy": float(np.average(found == codes, weights=weights)),
+        "accuracy": float(np.average(chosen == codes, weights=weights)),
         "balanced_accuracy": float(
-            np.mean([np.average((found == k)[codes == k], weights=weights[codes == k]) for k in there])
+            np.mean([np.average((chosen == k)[codes == k], weights=weights[codes == k]) for k in present])
         ),
         "auc": auc,
         "log_loss": loss,
@@ -65,12 +67,12 @@ def table_score(
 
 @dataclass(frozen=True)
 class PairedTest:
-    """A test of two models on the same folds.
+    """The result of a test of two models on the same folds.
 
     Args:
         difference: the mean over folds of the first model's loss minus the second's.
         error: the standard error of the difference.
-        p: the probability of a difference as large if the models were equally good, two-sided.
+        p: the two-sided probability of a difference at least as large if the models were equally good.
     """
 
     difference: float
@@ -82,8 +84,8 @@ def corrected_test(first: Floats, second: Floats, ratio: float) -> PairedTest:
     """Nadeau and Bengio's corrected resampled t-test of the folds' losses.
 
     t = mean(d) / √((1/J + ratio) var(d)) with J − 1 degrees of freedom, where d are the differences on J folds and
-    `ratio` is test rows over training rows. Training sets overlap, so the usual 1/J alone would call chance a
-    difference (Machine Learning 52, 2003).
+    `ratio` is test rows over training rows. The training sets overlap. With 1/J alone, as usual, random
+    differences would be called significant (Machine Learning 52, 2003).
 
     >>> test = corrected_test(np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 3.0]), 0.5)
     >>> round(test.difference, 3), round(test.error, 4), round(test.p, 3)

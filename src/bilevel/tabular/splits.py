@@ -1,4 +1,4 @@
-"""How rows are split: the folds that models are compared on, and the folds inside them that models are tuned on."""
+"""Splits of the rows: the folds that models are compared on, and the folds inside them that models are tuned on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Pair: TypeAlias = tuple[Rows, Rows]
 
 
 class Splits:
-    """Folds of a table's rows, and of any part of them.
+    """Folds of all rows of a table, and of subsets of them.
 
     Args:
         y: the target, classes or numbers.
-        classes: keep the shares of the classes alike in all folds.
-        together: labels of rows; rows with one label are in one fold.
-        in_time: rows are in order of time; a fold is tested on rows that come after those it is trained on.
-        count: how many folds.
-        seed: of the shuffle.
+        classes: whether y holds classes. Folds are then stratified.
+        together: the label of every row. Rows with the same label are in the same fold.
+        in_time: whether rows are in order of time. A fold is then tested on rows after its training rows.
+        count: the number of folds.
+        seed: the seed of the shuffle.
 
     >>> splits = Splits(np.arange(6.0), classes=False, in_time=True, count=2)
     >>> [(train.tolist(), test.tolist()) for train, test in splits.of(np.arange(6), seed=0)]
@@ -46,43 +46,43 @@ class Splits:
 
     @property
     def exchangeable(self) -> bool:
-        """Whether rows may be split in any way."""
+        """Whether single rows may be put into any fold."""
         return self.together is None and not self.in_time
 
     def of(self, rows: Rows, seed: int) -> list[Pair]:
         """(train, test) pairs of positions in `rows`."""
         y = self.y[rows] if self.classes else np.zeros(len(rows))
         if self.in_time:
-            found = TimeSeriesSplit(self.count).split(rows)
+            folds = TimeSeriesSplit(self.count).split(rows)
         elif self.together is not None:
             split = StratifiedGroupKFold(self.count, shuffle=True, random_state=seed)
-            found = split.split(rows, y, self.together[rows])
+            folds = split.split(rows, y, self.together[rows])
         else:
             kind = StratifiedKFold if self.classes else KFold
-            found = kind(self.count, shuffle=True, random_state=seed).split(rows, y)
-        return list(found)
+            folds = kind(self.count, shuffle=True, random_state=seed).split(rows, y)
+        return list(folds)
 
     def inner(self, rows: Rows) -> list[Pair]:
         """The folds that models are tuned on, inside these rows."""
         return self.of(rows, self.seed)
 
     def outer(self, repeats: int) -> Iterator[list[Pair]]:
-        """The folds that models are compared on, once for each repeat; in time there is one way to split."""
-        every = np.arange(len(self.y))
+        """The folds that models are compared on, for each repeat. A split by time has one repeat."""
+        rows = np.arange(len(self.y))
         for repeat in range(1 if self.in_time else repeats):
-            yield self.of(every, self.seed + 1 + repeat)
+            yield self.of(rows, self.seed + 1 + repeat)
 
     def check(self, repeats: int) -> None:
-        """Refuse a split whose training rows, or those of a fold inside it, lack a class or vary in nothing."""
+        """Refuse splits whose training rows, or those of an inner fold, lack a class or have a constant target."""
         needed = len(np.unique(self.y)) if self.classes else 2
         for pairs in self.outer(repeats):
             for train, test in pairs:
                 parts = [train, *(train[inside] for inside, _ in self.inner(train))]
                 if not len(test) or any(len(np.unique(self.y[part])) < needed for part in parts):
-                    what = "lacks a class" if self.classes else "has one value of the target alone"
+                    what = "lacks a class" if self.classes else "has a constant target"
                     how = (
                         "--time" if self.in_time else "--groups" if self.together is not None else f"--cv {self.count}"
                     )
                     raise BilevelError(
-                        f"With {how}, the training part of a fold {what}. Write fewer folds (--cv), or bring more rows."
+                        f"With {how}, the training part of a fold {what}. Write fewer folds (--cv), or add rows."
                     )

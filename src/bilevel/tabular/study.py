@@ -11,6 +11,7 @@ from sklearn.pipeline import Pipeline
 from bilevel.tabular.additive import additive_pipeline
 from bilevel.tabular.comparing import Doing, ModelComparison, compare, fold_features, penalty_of
 from bilevel.tabular.fitting import additive_estimator, make_estimator
+from bilevel.tabular.formatting import counted, listed
 from bilevel.tabular.groups import column_groups
 from bilevel.tabular.leaks import leaks
 from bilevel.tabular.model import TableModel, field_notes
@@ -20,7 +21,6 @@ from bilevel.tabular.rivals import one_penalty
 from bilevel.tabular.settings import ModelKind, TuneSettings
 from bilevel.tabular.variance import variance_by_group
 from bilevel.tabular.verdicts import TableVerdict, table_verdict
-from bilevel.tabular.words import counted, listed
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,17 @@ class TableStudy:
     """The result of a tuning.
 
     Args:
-        settings: what was asked.
-        table: the data.
+        settings: the settings of the tuning.
+        table: the table as it was read.
         used: the rows and columns that were used.
-        model: the best of ours, tuned and fitted on all rows: what is saved.
+        model: the best of our models, tuned and fitted on all rows. It is saved.
         groups: the group of every column, if features share penalties by groups.
         comparison: the errors of all models on held-out rows.
         verdict: which model to use.
         variance: the share of the variance that each group or column explains.
-        shared: scikit-learn's model with one penalty for all features, and that penalty; None for the additive model.
-        notes: what a reader needs to know about the table, one sentence each.
+        shared: the name of scikit-learn's model with one penalty for all features, and that penalty; None for the
+            additive model.
+        notes: sentences about the table and the models, for the reader of the result.
     """
 
     settings: TuneSettings
@@ -56,9 +57,9 @@ def tune(table: DataTable, settings: TuneSettings, *, doing: Doing = lambda what
     """Compare models by repeated cross-validation, and fit the best of ours to all rows.
 
     Args:
-        table: as `read_table` gives it.
-        settings: what to do.
-        doing: is called with what is being done, for a line on the terminal.
+        table: a table from `read_table`.
+        settings: the settings.
+        doing: a function that is called with a text about the current work, for a line on the terminal.
     """
     used = used_table(table, settings)
     groups = column_groups(settings.group, list(used.kinds), table.columns) if settings.group else {}
@@ -88,19 +89,19 @@ def _fitted(
     """The model of all rows, and their features."""
     rows = np.arange(len(used.y))
     steps, X = fold_features(used, rows, settings.missing == "median")
-    chosen = {
+    arguments = {
         "penalty": penalty_of(settings, groups, steps),
         "cv": settings.cv,
         "max_iter": settings.max_iter,
         "seed": settings.seed,
         "l1_ratio": settings.l1_ratio,
     }
-    estimator = make_estimator(kind, **{**chosen, "cv": used.splits.inner(rows)})
+    estimator = make_estimator(kind, **{**arguments, "cv": used.splits.inner(rows)})
     estimator.fit(X, used.y, sample_weight=used.weights)
-    # The folds are those of these rows; a clone that is fitted to others draws its own.
+    # These folds hold row numbers. A clone that is fitted to other rows needs its own folds.
     estimator.set_params(cv=settings.cv)
     pipeline = Pipeline([*steps.steps, ("model", estimator)])
-    return TableModel(pipeline, kind, settings.target, settings.missing, chosen, _facts(table, used, settings)), X
+    return TableModel(pipeline, kind, settings.target, settings.missing, arguments, _facts(table, used, settings)), X
 
 
 def _fitted_additive(table: DataTable, used: UsedTable, settings: TuneSettings) -> TableModel:
@@ -126,15 +127,15 @@ def _notes(
     notes = field_notes(model.pipeline, used.frame, table.path.name)
     notes += _additive_notes(used) if model.model == "additive" else _linear_notes(model, settings)
     folds = len(verdict.ours.losses)
-    how = (
+    splits = (
         "in order of time"
         if used.splits.in_time
         else f"{settings.cv} folds, drawn {counted(comparison.repeats, 'time')}"
     )
     notes += [
         *comparison.notes,
-        f"Errors are of rows that a model was not fitted to ({how}): all models saw the same {folds} splits, with "
-        "columns prepared and penalties tuned on its training rows. scikit-learn's models have their default settings.",
+        f"Errors are of rows that a model was not fitted to ({splits}): all models saw the same {folds} splits, with "
+        "columns prepared and penalties tuned on the training rows. scikit-learn's models have their default settings.",
         f"The saved model is tuned and fitted on all {len(used.y):,} rows.",
     ]
     return notes
@@ -151,10 +152,10 @@ def _additive_notes(used: UsedTable) -> list[str]:
 
 def _linear_notes(model: TableModel, settings: TuneSettings) -> list[str]:
     notes = []
-    every, varying = model.pipeline["columns"].get_feature_names_out(), model.pipeline["varying"].get_support()
+    names, varying = model.pipeline["columns"].get_feature_names_out(), model.pipeline["varying"].get_support()
     if not varying.all():
-        notes.append(f"Constant, and so without a coefficient: {listed(every[~varying])}.")
-    alike = bool(np.ptp(np.log(np.maximum(model.penalty, 1e-300))) < 1e-6)
-    if alike and settings.penalty != "shared" and varying.sum() > 1:
+        notes.append(f"Constant, and so without a coefficient: {listed(names[~varying])}.")
+    equal = bool(np.ptp(np.log(np.maximum(model.penalty, 1e-300))) < 1e-6)
+    if equal and settings.penalty != "shared" and varying.sum() > 1:
         notes.append("All penalties came out equal: letting them differ did not lower the cross-validation error.")
     return notes

@@ -1,4 +1,4 @@
-"""What a column of a table holds, and its values as numbers or as text."""
+"""The kind of a column's values, and the values as numbers or as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel import extras
-from bilevel.tabular.words import short
+from bilevel.tabular.formatting import short
 
 ColumnKind = Literal["number", "boolean", "text", "mixed", "date", "empty", "other"]
 DATE = re.compile(r"\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4})([ T]\d{1,2}:\d{2}.*)?\s*")
@@ -17,40 +17,40 @@ COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?\s*")
 POINTS = re.compile(r"\s*[+-]?\d{1,3}(\.\d{3})*(,\d+)?\s*")
 THOUSANDS = re.compile(r"\s*[+-]?\d{1,3}(,\d{3})*(\.\d+)?\s*")
 PERCENT = re.compile(r"\s*[+-]?\d+([.,]\d+)?\s*%\s*")
-SAMPLE = 200  # values that a column of text is judged by
+SAMPLE = 200  # the kind of a text column is determined from this number of values
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
 def kind_of(column: Any) -> ColumnKind:
-    """What a pandas Series holds: "mixed" is text among numbers, "other" is no table's content, such as lists.
+    """The kind of a pandas Series. "mixed" is numbers with some text, "other" are values such as lists.
 
     >>> import pandas as pd
     >>> [kind_of(pd.Series(values)) for values in ([1, None], ["1", "2", "x"], ["2020-01-31"], [True, None], ["7%"])]
     ['number', 'mixed', 'date', 'boolean', 'number']
     """
     types = extras.load("pandas", extra="table", purpose="Reading a table").api.types
-    there = column.dropna()
-    if not len(there):
+    present = column.dropna()
+    if not len(present):
         return "empty"
     if types.is_datetime64_any_dtype(column.dtype) or types.is_timedelta64_dtype(column.dtype):
         return "date"
-    values = there.to_numpy(dtype=object)
+    values = present.to_numpy(dtype=object)
     if types.is_bool_dtype(column.dtype) or all(isinstance(value, (bool, np.bool_)) for value in values):
         return "boolean"
     if types.is_complex_dtype(column.dtype) or not all(np.ndim(value) == 0 for value in values[:1000]):
         return "other"
-    readable = int(np.count_nonzero(~np.isnan(numbers_of(there))))
-    if readable == len(there):
+    readable = int(np.count_nonzero(~np.isnan(numbers_of(present))))
+    if readable == len(present):
         return "number"
     if hasattr(values[0], "isoformat") or _all_match(DATE, values):
         return "date"
-    return "mixed" if 2 * readable > len(there) else "text"
+    return "mixed" if 2 * readable > len(present) else "text"
 
 
 def numbers_of(column: Any) -> Floats:
-    """The values as numbers, NaN where there is none. Where most values are percentages, 7 % is 7, and a value without
-    the sign is not a number."""
+    """The values as numbers; NaN for other values. If most values are percentages, 7 % is 7, and values without the
+    sign become NaN."""
     pandas = extras.load("pandas", extra="table", purpose="Reading a table")
     if isinstance(column.dtype, pandas.CategoricalDtype):
         column = column.astype(column.dtype.categories.dtype)
@@ -63,15 +63,17 @@ def numbers_of(column: Any) -> Floats:
 
 
 def labels_of(column: Any) -> NDArray[Any]:
-    """The values as text, NaN where there is none: the same for 1, 1.0 and "1", since one column may be read as
-    integers from one file and as floats or text from another.
+    """The values as text; NaN for empty fields.
+
+    1, 1.0 and "1" become the same text, because a column may be read as integers from one file and as floats or text
+    from another.
 
     >>> import pandas as pd
     >>> labels_of(pd.Series([1.0, 1.5, None, True, "yes "], dtype=object)).tolist()
     ['1', '1.5', nan, 'True', 'yes ']
     """
-    found = [np.nan if empty else _label(value) for value, empty in zip(column, column.isna(), strict=True)]
-    return np.array(found, dtype=object)
+    labels = [np.nan if empty else _label(value) for value, empty in zip(column, column.isna(), strict=True)]
+    return np.array(labels, dtype=object)
 
 
 def _label(value: Any) -> str:
@@ -85,7 +87,7 @@ def distinct_labels(column: Any) -> list[str]:
 
 
 def first_row(column: Any, rows: Any) -> Any:
-    """The first of these rows as a message names it: rows of a file are numbered from 1, and its index from 0."""
+    """The number of the first of these rows, for a message. Rows are numbered from 1, the index from 0."""
     row = column.index[np.argmax(rows)]
     return row + 1 if isinstance(row, (int, np.integer)) else row
 
@@ -101,15 +103,16 @@ def first_of(column: Any, rows: Any) -> str:
 
 
 def comma_advice(column: Any) -> str:
-    """What to do with text that is numbers with commas, or ""."""
+    """What to write if the text values are numbers with commas; otherwise ""."""
     values = column.dropna().to_numpy(dtype=object)
     if not any("," in str(value) for value in values):
         return ""
     if _all_match(THOUSANDS, values):
-        return "Write --thousands ',', or --decimal ',' if the comma is a decimal mark"
+        point = any("." in str(value) for value in values)
+        return "Write --thousands ','" + ("" if point else ", or --decimal ',' if the comma is a decimal mark")
     if _all_match(COMMA, values):
         return "Write --decimal ','"
-    return "Write --decimal ',' --thousands ." if _all_match(POINTS, values) else ""
+    return "Write --decimal ',' --thousands '.'" if _all_match(POINTS, values) else ""
 
 
 def _all_match(pattern: re.Pattern[str], values: NDArray[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""How much of the target's variance each group of columns explains, on rows that were not trained on."""
+"""The share of the target's variance that each group of columns explains, on held-out rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def explained_shares(contributions: Floats, y: Floats, predicted: Floats, weight
     """The parts of R² = Σ s ŷ(2ỹ − ŷ) / Σ s ỹ², with ŷ = Σ_g c_g: part g is Σ s c_g (2ỹ − ŷ) / Σ s ỹ².
 
     ỹ and ŷ are y and the prediction minus the intercept, so the parts sum to 1 − Σ s (y − prediction)² / Σ s ỹ². A part
-    is negative where a group makes predictions worse.
+    is negative if its group makes predictions worse.
 
     >>> c = np.array([[1.0, 0.0], [-1.0, 0.0]])
     >>> explained_shares(c, np.array([3.0, 1.0]), np.array([3.0, 1.0])).tolist()
@@ -29,7 +29,7 @@ def explained_shares(contributions: Floats, y: Floats, predicted: Floats, weight
 
 
 def score_shares(contributions: Floats) -> Floats:
-    """Of classes: the share of the variance of the linear score η = Σ_g c_g, Σ cov(c_g, η) / Σ var(η) over outputs.
+    """For classes: the share in the variance of the linear score η = Σ_g c_g, Σ cov(c_g, η) / Σ var(η) over outputs.
 
     >>> score_shares(np.array([[[1.0, 0.0]], [[-1.0, 0.0]]])).tolist()
     [1.0, 0.0]
@@ -41,18 +41,18 @@ def score_shares(contributions: Floats) -> Floats:
 
 
 def variance_by_group(used: UsedTable, model: ComparedModel, groups: Mapping[str, str]) -> dict[str, float]:
-    """The share that each group, or each column where there are no groups, explains; the largest first."""
+    """The share that each group explains, the largest first. Without groups, the share of each column."""
     if model.contributions is None:
         return {}
     columns = list(used.kinds)
     names = list(dict.fromkeys(groups.get(column, column) for column in columns))
-    of = np.array([names.index(groups.get(column, column)) for column in columns])
-    there = ~np.isnan(model.contributions[:, 0, 0])
-    parts = model.contributions[there] @ np.eye(len(names))[of]
-    weights = None if used.weights is None else used.weights[there]
+    group_index = np.array([names.index(groups.get(column, column)) for column in columns])
+    tested = ~np.isnan(model.contributions[:, 0, 0])
+    parts = model.contributions[tested] @ np.eye(len(names))[group_index]
+    weights = None if used.weights is None else used.weights[tested]
     if used.classes:
         shares = score_shares(parts)
     else:
-        shares = explained_shares(parts[:, 0], used.y[there], model.predicted[there], weights)
-    found = dict(zip(names, shares.tolist(), strict=True))
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
+        shares = explained_shares(parts[:, 0], used.y[tested], model.predicted[tested], weights)
+    share_of = dict(zip(names, shares.tolist(), strict=True))
+    return dict(sorted(share_of.items(), key=lambda item: -item[1]))

@@ -1,15 +1,16 @@
-"""What a comparison lets one say: which model to use, and how certain that is."""
+"""The conclusion of a comparison: which model to use, and whether its lead is significant."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from bilevel.tabular.comparing import ComparedModel, ModelComparison
+from bilevel.tabular.formatting import counted
 from bilevel.tabular.rivals import CONSTANT
 from bilevel.tabular.scores import PairedTest, corrected_test, measures
-from bilevel.tabular.words import counted
 
 SIGNIFICANT = 0.05
+FEW = 10  # folds; rows in order of time have no more, because their folds cannot be drawn again
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class TableVerdict:
     Attributes:
         ours: the best of our models, which is saved.
         best: the model with the least error of all, which is recommended.
-        tests: of every model against the best, by name.
-        sentence: all of that in words.
+        tests: the test of every other model against the best, by name.
+        sentence: the conclusion as a sentence.
     """
 
     ours: ComparedModel
@@ -29,33 +30,38 @@ class TableVerdict:
     sentence: str
 
 
-def table_verdict(found: ModelComparison, classes: list[str]) -> TableVerdict:
-    """Compare the best of ours with the best of scikit-learn's by the corrected test; p is multiplied by the number of
-    models, because the best of several is looked at."""
+def table_verdict(comparison: ModelComparison, classes: list[str]) -> TableVerdict:
+    """Compare the best of ours with the best of scikit-learn's by the corrected test.
+
+    p has a Bonferroni correction: it is multiplied by the number of other models, because the best of several models is
+    compared.
+    """
     names = measures(classes)
     key, measure = list(names.items())[-1]
-    constant = next(one for one in found.models if one.name == CONSTANT[bool(classes)])
-    models = [one for one in found.models if one is not constant]
-    ours, best = next(one for one in models if one.own), models[0]
-    rivals = [one for one in models if not one.own]
+    constant = next(model for model in comparison.models if model.name == CONSTANT[bool(classes)])
+    models = [model for model in comparison.models if model is not constant]
+    ours, best = next(model for model in models if model.own), models[0]
+    rivals = [model for model in models if not model.own]
 
     def tested(first: ComparedModel, second: ComparedModel) -> PairedTest:
-        test = corrected_test(first.losses, second.losses, found.ratio)
+        test = corrected_test(first.losses, second.losses, comparison.ratio)
         return PairedTest(test.difference, test.error, min(1.0, test.p * max(1, len(models) - 1)))
 
-    tests = {one.name: tested(one, best) for one in found.models if one is not best}
+    tests = {model.name: tested(model, best) for model in comparison.models if model is not best}
     folds = counted(len(ours.losses), "fold")
-    hopeless = tested(constant, best)
-    if best.scores[key] >= constant.scores[key] or hopeless.p > SIGNIFICANT:
+    against_constant = tested(constant, best)
+    if best.scores[key] >= constant.scores[key] or against_constant.p > SIGNIFICANT:
         sentence = (
             f"No model predicts significantly better than the {constant.name} ({measure} {constant.scores[key]:.4g}; "
-            f"{best.name} has {best.scores[key]:.4g}, p = {hopeless.p:.2g}, {folds})."
+            f"{best.name} has {best.scores[key]:.4g}, p = {against_constant.p:.2g}, {folds})."
         )
+        if best.scores[key] < constant.scores[key] and len(ours.losses) < FEW:
+            sentence += f" With {folds}, only very even differences are significant: --cv 10 shows more."
         return TableVerdict(ours, best, tests, sentence)
     saved = "" if best is ours else f" Saved is the best of ours, {ours.name}."
     if not rivals:
         return TableVerdict(ours, best, tests, f"Best: {best.name}, {measure} {best.scores[key]:.4g}.{saved}")
-    winner, loser = best, rivals[0] if best.own else next(one for one in models if one.own)
+    winner, loser = best, rivals[0] if best.own else next(model for model in models if model.own)
     test = tested(winner, loser)
     less = 1 - winner.scores[key] / loser.scores[key] if loser.scores[key] else 0.0
     numbers = f"{measure} {winner.scores[key]:.4g} against {loser.scores[key]:.4g} of {loser.name}, {less:.1%} less"

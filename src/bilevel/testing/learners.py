@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bilevel import learners
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
 from bilevel.learners.base import Learner
@@ -31,10 +33,15 @@ ROUNDING = 1e-8
 def check_learner(learner: type[Learner] | Learner, *, tolerance: float = 1e-5) -> None:
     """Raise an `AssertionError` that says what is wrong with a learner.
 
-    It checks the hypergradient against central differences in float64; that `adapt` reproduces `accuracies`;
-    that saving and loading, and stopping and resuming, change nothing, bit for bit; that the order of the images and
-    the names of the classes do not matter; that any number of ways and shots works or is refused by `check_episode`;
-    and that the learner is defined in one file.
+    It checks
+
+    - the hypergradient against central differences in float64;
+    - that `adapt` gives the accuracies of validation, and the value of the training objective if that is the
+      cross-entropy (`trains_on_cross_entropy`);
+    - that saving and loading, and stopping and resuming, change nothing, bit for bit;
+    - that the order of the images and the numbers of the classes do not matter;
+    - that any number of ways and shots, also a different one for each class, works or is refused by `check_episode`;
+    - that the learner is found by its name, and a learner of the package in the file of that name.
 
     Args:
         learner: a class, which is built with its defaults and a small network, or an instance for images 1×12×12.
@@ -46,9 +53,11 @@ def check_learner(learner: type[Learner] | Learner, *, tolerance: float = 1e-5) 
         _check_definition(built)
         _check_hypergradient(built, tolerance)
         _check_adapt(built)
+        _check_objective(built)
         _check_order(built)
         _check_classes(built)
         _check_shapes(built)
+        _check_unbalanced(built)
         _check_files(built)
         if built.trains:
             _check_training(built)
@@ -111,6 +120,9 @@ def _check_definition(learner: Learner) -> None:
         assert file.name == expected, (
             f"{kind.__name__} is in {file.name}; a learner's file is named like it, {expected}"
         )
+    assert learners.get(learner.name) is kind, (
+        f"the name {learner.name} belongs to another class, so a saved {kind.__name__} could not be loaded; rename it"
+    )
 
 
 def _check_hypergradient(learner: Learner, tolerance: float) -> None:
@@ -174,6 +186,23 @@ def _check_adapt(learner: Learner) -> None:
         assert torch.allclose(sums, torch.ones(len(queries))), "the probabilities of a query do not sum to 1"
 
 
+def _check_objective(learner: Learner) -> None:
+    """The value that training minimises is the loss of `adapt` on the queries."""
+    if not (learner.trains and learner.episodic and learner.trains_on_cross_entropy):
+        return
+    if learner.batch_norm == "running":  # training uses the statistics of its batch, and `adapt` running averages
+        return
+    batch = episodes(ways=_ways(learner), seed=3)
+    losses = []
+    for support, labels, queries, answers in zip(*batch.train, *batch.val, strict=True):
+        losses.append(F.cross_entropy(learner.adapt(support, labels.tolist()).scores(queries), answers))
+    trained, used = float(learner.hypergradient(batch)[0]), float(torch.stack(losses).mean())
+    assert abs(trained - used) <= ROUNDING * max(1.0, abs(used)), (
+        f"the training objective is {trained:.8g}, and the cross-entropy of adapt(…).scores on the same queries "
+        f"{used:.8g}; a learner with another objective says trains_on_cross_entropy = False"
+    )
+
+
 def _check_order(learner: Learner) -> None:
     (support, labels), (queries, _) = _one(learner)
     expected = learner.adapt(support, labels.tolist())
@@ -219,6 +248,8 @@ def _check_shapes(learner: Learner) -> None:
             raise AssertionError(f"check_episode refuses {ways} ways and {shots} shots, but adapt does not") from None
         try:
             found = learner.accuracies(batch)
+            if learner.trains and learner.episodic:
+                learner.hypergradient(batch)
             shape = learner.adapt(support, labels.tolist()).predict_proba(batch.val[0][0]).shape
         except Exception as error:
             raise AssertionError(
@@ -226,6 +257,22 @@ def _check_shapes(learner: Learner) -> None:
                 "refuses such episodes in check_episode"
             ) from error
         assert bool(found.isfinite().all()) and shape == (2 * ways, ways), f"{ways} ways give {shape}"
+
+
+def _check_unbalanced(learner: Learner) -> None:
+    """`adapt` takes classes with different numbers of images."""
+    ways = _ways(learner)
+    batch = episodes(1, ways, shots=3)
+    (support, labels), queries = (x[0, 1:] for x in batch.train), batch.val[0][0]
+    try:
+        probabilities = learner.adapt(support, labels.tolist()).predict_proba(queries)
+    except Exception as error:
+        raise AssertionError(
+            f"adapt fails if a class has 2 images and the others 3, with {type(error).__name__}: {error}"
+        ) from error
+    assert probabilities.shape == (len(queries), ways) and bool(probabilities.isfinite().all()), (
+        f"if a class has 2 images and the others 3, adapt(…).predict_proba gives {probabilities}"
+    )
 
 
 def _check_files(learner: Learner) -> None:

@@ -44,7 +44,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             names = list(file.keys())
             if len(names) > MOST_TENSORS:
-                raise BilevelError(f"{path} holds {len(names):,} tensors; at most {MOST_TENSORS:,} are read.")
+                raise ValueError(f"it holds {len(names):,} tensors, and at most {MOST_TENSORS:,} are read")
             tensors = {name: file.get_tensor(name) for name in names}
         facts = json.loads(metadata.get(FACTS, "{}"))
         if not isinstance(facts, dict):

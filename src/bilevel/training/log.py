@@ -46,9 +46,10 @@ def read_metrics(folder: Path, report: Callable[[str], None] | None = None) -> l
         found = [record if record is not None and CRC in record else None for record in found]
     wrong = [str(number) for number, record in enumerate(found[:-1], 1) if record is None]
     if wrong:
+        count = len(lines) - (not lines[-1])
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         sentence = (
-            f"{file}: left out line {', '.join(wrong[:10])}{more} of {len(lines)}, which is damaged or not a "
+            f"{file}: left out line {', '.join(wrong[:10])}{more} of {count}, which is damaged or not a "
             "record of numbers with an iteration."
         )
         (report or _warn)(sentence)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from bilevel.distributed import World
 from bilevel.errors import BilevelError, DivergenceError, Outcome
-from bilevel.files import NotWritten
+from bilevel.files import NotWritten, write_bytes
 from bilevel.hyperiterations import Loop, budget, every
 from bilevel.progress import bar
-from bilevel.training.files import write_tensors
+from bilevel.training.files import packed, write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import Log
 from bilevel.training.parts import JobStep, Metrics, Validation
@@ -148,6 +148,7 @@ class Run:
         try:
             with ExitStack() as stack:
                 stop = stack.enter_context(stop_requests(deadline))
+                self._complete_the_last_save()
                 self._assemble(stop, stack, title, progress and self.world.writes)
                 try:
                     outcome = self.loop.run(lambda: drive(self.job, self.loop, stop))
@@ -205,8 +206,21 @@ class Run:
             "losses": self.metrics.losses,
         }
         self.folder.checkpoints.write(k, self.job.state(), facts)
-        write_tensors(self.folder.last, self.job.weights(), {"iteration": k})
+        self._write_last(k)
         self.saved = now
+
+    def _complete_the_last_save(self) -> None:
+        """Write `last` if the run was killed after its newest checkpoint and before the weights of that checkpoint."""
+        if not self.saved or not self.world.writes:
+            return
+        if not self.folder.last.is_file() or self.folder.last.read_bytes() != self._last(self.iteration):
+            self._write_last(self.iteration)
+
+    def _write_last(self, k: int) -> None:
+        write_bytes(self.folder.last, self._last(k))
+
+    def _last(self, k: int) -> bytes:
+        return packed(self.job.weights(), {"iteration": k})
 
 
 def _interrupted(stop: StopRequest, k: int) -> Outcome:

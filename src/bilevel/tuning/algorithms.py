@@ -22,9 +22,9 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
     Args:
         given: "sgd", the name of a dynamics, an instance, a class of `torch.optim`, a function of the values by name,
             or a function step(loss, w, state, t).
-        values: of all hyperparameters, in natural units.
-        tuned: settings by name; each may be a function of t.
-        fixed: `lr` and `momentum` where they were passed, for a name or a class.
+        values: the values of all hyperparameters, in natural units.
+        tuned: the tuned settings by name. Each may be a function of t.
+        fixed: `lr` and `momentum` if they were passed, for a name or a class.
 
     >>> algorithm("sgd", {}, {"lr": 0.5}, {"momentum": 0.9})
     HeavyBall(lr=0.5, momentum=0.9)
@@ -42,8 +42,8 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
         return TorchOptim(given, **{**fixed, **tuned})
     for name, value in fixed.items():
         raise BilevelError(
-            f"{name}={value!r} was passed together with dynamics={given!r}, which has settings of its own. Put {name} "
-            "in there, or give the dynamics by its name."
+            f"{name}={value!r} was passed together with dynamics={given!r}, which has its own settings. Set {name} "
+            "there, or pass the dynamics by its name."
         )
     if not callable(given) and not isinstance(given, Dynamics):
         raise BilevelError(
@@ -56,18 +56,18 @@ def algorithm(given: Any, values: Mapping[str, Any], tuned: Mapping[str, Any], f
 def _by_name(name: str, settings: dict[str, Any]) -> Dynamics:
     if name.lower() == "sgd":
         lr, momentum = settings.get("lr", 0.1), settings.get("momentum", 0.0)
-        plain = isinstance(momentum, (int, float)) and momentum == 0
-        return GradientDescent(lr) if plain else HeavyBall(lr, momentum)
-    named = _complete_with_lr()
-    if name.lower() not in named:
+        no_momentum = isinstance(momentum, (int, float)) and momentum == 0
+        return GradientDescent(lr) if no_momentum else HeavyBall(lr, momentum)
+    known = _named_dynamics()
+    if name.lower() not in known:
         raise BilevelError(f"dynamics={name!r} is not known. Pass {_names()}, or an instance of a dynamics.")
-    kind = named[name.lower()]
+    kind = known[name.lower()]
     needs_lr = any(f.name == "lr" and f.default is dataclasses.MISSING for f in dataclasses.fields(kind))
     return _with(kind(0.1) if needs_lr else kind(), settings)
 
 
 def _with(given: Dynamics, settings: Mapping[str, Any]) -> Dynamics:
-    """The dynamics with some settings replaced; the momentum of Adam is its first beta."""
+    """The dynamics with some settings replaced. The momentum of Adam is its first beta."""
     if isinstance(given, TorchOptim):
         return TorchOptim(given.optimizer, **{**given.settings, **settings})
     fields = {field.name for field in dataclasses.fields(given)}
@@ -77,21 +77,21 @@ def _with(given: Dynamics, settings: Mapping[str, Any]) -> Dynamics:
     unknown = sorted(set(changed) - fields)
     if unknown:
         raise BilevelError(
-            f"{type(given).__name__} has no setting {unknown[0]!r} to tune; it has "
-            f"{', '.join(sorted(fields)) or 'none'}. Use a dynamics that has it, or take the hyperparameter out."
+            f"{type(given).__name__} has no setting {unknown[0]!r} to tune. It has "
+            f"{', '.join(sorted(fields)) or 'none'}. Use a dynamics that has it, or remove the hyperparameter."
         )
     return dataclasses.replace(given, **changed)
 
 
-def _complete_with_lr() -> dict[str, Any]:
-    """The dynamics that need no other setting than `lr`, by name in lower case."""
-    found = {}
+def _named_dynamics() -> dict[str, Any]:
+    """The dynamics that need no setting other than `lr`, by name in lower case."""
+    named = {}
     for kind in dynamics.find().values():
         required = [f.name for f in dataclasses.fields(kind) if f.init and f.default is dataclasses.MISSING]
         if required in ([], ["lr"]) and "lr" in {f.name for f in dataclasses.fields(kind)}:
-            found[kind.__name__.lower()] = kind
-    return found
+            named[kind.__name__.lower()] = kind
+    return named
 
 
 def _names() -> str:
-    return ", ".join(map(repr, ["sgd", *_complete_with_lr()]))
+    return ", ".join(map(repr, ["sgd", *_named_dynamics()]))

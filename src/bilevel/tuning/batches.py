@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
@@ -19,7 +20,7 @@ from bilevel.trees import Tree
 from bilevel.tuning.examples import Examples, as_tensors, describe_type
 from bilevel.tuning.randomness import seeded
 
-# How many bytes of batches a replayed loader may keep.
+# The size of the cache of a replayed loader.
 CACHE_BYTES = 512 * 1024**2
 
 
@@ -31,8 +32,8 @@ class Batch:
         inputs: the argument of the model.
         targets: what the loss compares the model's output with.
         index: the positions of the examples in the data set.
-        t: the step, which seeds the random numbers of the step; None where every step has the same batch.
-        seed: of the random numbers of the step.
+        t: the step. It seeds the random numbers of the step; None if every step has the same batch.
+        seed: the seed of the random numbers of the step.
     """
 
     inputs: Tree
@@ -43,7 +44,7 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return len(self.index)
 
 
@@ -53,7 +54,7 @@ trees.register(Batch, ["inputs", "targets", "index"])
 class ReplayedLoader:
     """A `DataLoader` replayed by step number: `replayed(t)` is the batch of step t = 1, 2, …, the same at every call.
 
-    The loader's own sampler chooses the examples; it runs once per epoch with generators seeded by (seed, epoch).
+    The loader's own sampler chooses the examples. It runs once per epoch with generators seeded by (seed, epoch).
     Random transforms of the data set are seeded by (seed, t). The generators are restored afterwards. Workers are not
     used. Up to half a gigabyte of batches is cached.
 
@@ -81,19 +82,19 @@ class ReplayedLoader:
             )
         if self._order(0) != self._epochs[0]:
             raise BilevelError(
-                f"The sampler of the {name} loader, {type(loader.sampler).__name__}, gives another order each time, "
-                "although torch, numpy and random were seeded: it keeps a state of its own. Training is replayed step "
+                f"The sampler of the {name} loader, {type(loader.sampler).__name__}, gives a different order each "
+                "time, although torch, numpy and random were seeded: it has its own state. Training is replayed step "
                 "by step, so pass shuffle=True or a sampler that draws from a torch.Generator attribute `generator`."
             )
 
     @property
     def count(self) -> int:
-        """How many examples the data set has."""
+        """The number of examples in the data set."""
         return len(self.examples)
 
     @property
     def per_epoch(self) -> int:
-        """How many batches an epoch has; at most T are counted."""
+        """The number of batches in an epoch, but at most T."""
         return len(self._epochs[0])
 
     def __call__(self, t: int) -> Batch:
@@ -127,7 +128,7 @@ class ReplayedLoader:
 
 @dataclass(frozen=True)
 class RepeatedBatch:
-    """One batch for all steps, with the number of the step, which seeds the random numbers of the step."""
+    """One batch for all steps, with the number of the step. The number seeds the random numbers of the step."""
 
     batch: Batch
     seed: int
@@ -144,15 +145,18 @@ def training_data(given: Any, seed: int, like: Tensor, steps: int) -> Batch | Re
 
 
 def whole_batch(given: Any, seed: int, like: Tensor, name: str) -> Batch:
-    """All examples as one batch, in the order of the data set; of a loader those that its sampler shows."""
+    """All examples as one batch, in the order of the data set. For a loader, those that its sampler shows."""
     if isinstance(given, Dataset):
         given = DataLoader(given)
     if isinstance(given, DataLoader):
         examples, shown = Examples(given, name), shown_by(given, seed)
         if not len(examples):
-            raise BilevelError(f"The {name} data has no examples.")
+            raise BilevelError(f"The {name} data has no examples. Pass at least one.")
         if not shown:
-            raise BilevelError(f"The sampler of the {name} loader, {type(given.sampler).__name__}, shows no examples.")
+            raise BilevelError(
+                f"The sampler of the {name} loader, {type(given.sampler).__name__}, shows no examples. Pass another "
+                "sampler."
+            )
         with seeded(seed, f"all of {name}", 0):
             if given.batch_sampler is not None:
                 return _as_batch(examples[shown], torch.tensor(shown), like, name)
@@ -170,19 +174,19 @@ def whole_batch(given: Any, seed: int, like: Tensor, name: str) -> Batch:
 
 
 def _as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
-    """The pair as a batch on the model's device; floating numbers get the model's dtype."""
+    """The pair as a batch on the model's device. Floating-point tensors get the model's dtype."""
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise BilevelError(
-            f"A batch of the {name} data is {describe_type(pair)}; it must be a pair (inputs, targets). Let the data "
-            "set return pairs, or pass the loader a collate_fn that makes them."
+            f"A batch of the {name} data is {describe_type(pair)}, but it must be a pair (inputs, targets). Let the "
+            "data set return pairs, or pass the loader a collate_fn that makes them."
         )
 
-    def moved(leaf: Any) -> Any:
+    def converted(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device)
 
-    inputs, targets = (trees.map(moved, part) for part in pair)
+    inputs, targets = (trees.map(converted, part) for part in pair)
     if not any(x.ndim and len(x) for x in trees.tensors(inputs)):
         raise BilevelError(f"The {name} data has no examples: its inputs are {trees.describe(inputs)}.")
     return Batch(inputs, targets, index.to(like.device))
@@ -191,8 +195,8 @@ def _as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
 def shown_by(loader: DataLoader[Any], seed: int) -> list[int]:
     """The positions of the examples that an epoch of the loader shows, sorted.
 
-    Two loaders over one data set often differ in their samplers alone. Samplers that order or shuffle show everything,
-    including the examples that `drop_last` leaves out.
+    Two loaders over one data set often differ only in their samplers. Sequential and random samplers show all examples,
+    including those that `drop_last` leaves out.
 
     >>> from torch.utils.data import SubsetRandomSampler, TensorDataset
     >>> data = TensorDataset(torch.arange(6), torch.arange(6))
@@ -204,7 +208,7 @@ def shown_by(loader: DataLoader[Any], seed: int) -> list[int]:
     sampler: Any = loader.sampler if batches is None else batches.sampler if type(batches) is BatchSampler else batches
     if isinstance(sampler, (SequentialSampler, RandomSampler)):
         return list(range(count))
-    # A sampler may be endless.
+    # A sampler may be infinite.
     limit = len(sampler) if hasattr(sampler, "__len__") else count
     with seeded(seed, "shown", 0), _seeded_generators(loader, seed, 0):
         chosen = [_positions(one) for one in itertools.islice(sampler, limit)]
@@ -212,19 +216,28 @@ def shown_by(loader: DataLoader[Any], seed: int) -> list[int]:
 
 
 def refuse_same_data(train: Any, val: Any, seed: int) -> None:
-    """Raise an error if train and val are one object, the same two tensors, or loaders that show the same examples."""
+    """Raise an error if train and val are one object, equal pairs, or loaders that show the same examples."""
     loaders = [DataLoader(one) if isinstance(one, Dataset) else one for one in (train, val)]
     same = train is val
     if all(isinstance(one, DataLoader) for one in loaders):
         same = loaders[0].dataset is loaders[1].dataset and shown_by(loaders[0], seed) == shown_by(loaders[1], seed)
     elif all(isinstance(one, (tuple, list)) for one in loaders):
-        same = all(a is b for a, b in zip(train, val, strict=True))
+        same = len(train) == len(val) and all(_equal(a, b) for a, b in zip(train, val, strict=True))
     if same:
         raise BilevelError(
             "train and val are the same data. Hyperparameters are tuned for a small loss on val after training on "
             "train; on the same examples they would be tuned to overfit. Hold some examples out for val: "
             "task = bilevel.holdout((inputs, targets), 0.3), then train=task.train, val=task.val."
         )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two arrays or tensors are one object or have the same entries; other things are compared as objects."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.device == other.device and torch.equal(one, other))
+    if hasattr(one, "__array__") and hasattr(other, "__array__"):
+        return one is other or np.array_equal(np.asarray(one), np.asarray(other))
+    return one is other
 
 
 def _positions(chosen: Any) -> Any:

@@ -36,10 +36,12 @@ class Examples:
         if not isinstance(positions, list):
             return self._collate(self.dataset[positions])
         if self.tensors is not None:
-            everything = len(positions) == len(self) and positions == list(range(len(self)))
-            return self.tensors if everything else tuple(x[torch.tensor(positions).to(x.device)] for x in self.tensors)
-        many = getattr(self.dataset, "__getitems__", None)
-        return self._collate(many(positions) if many else [self.dataset[i] for i in positions])
+            all_positions = len(positions) == len(self) and positions == list(range(len(self)))
+            return (
+                self.tensors if all_positions else tuple(x[torch.tensor(positions).to(x.device)] for x in self.tensors)
+            )
+        get_items = getattr(self.dataset, "__getitems__", None)
+        return self._collate(get_items(positions) if get_items else [self.dataset[i] for i in positions])
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:

@@ -21,7 +21,7 @@ class Gap:
     """A bound on |f_T(λ) − f(λ)|, where f is the validation loss of the minimiser on the whole training set.
 
     Attributes:
-        bound: the bound; infinite where there is none.
+        bound: the bound; infinite if there is none.
         sentence: what the bound assumes, or why there is none.
         certificate: the certificate of the inner problem, if it can be certified.
     """
@@ -41,11 +41,9 @@ class Gap:
 
 
 def find_gap(job: TrainingProblem, lam: Lam, w: Weights) -> Gap:
-    """The gap at w = w_T. A certificate is about one inner objective: that of the whole training set."""
+    """The gap at w = w_T. The certificate is about the inner objective of the whole training set."""
     if job.random:
-        return _no_bound(
-            "the training loss is random (dropout or augmentation), so there is no one inner problem to be solved."
-        )
+        return _no_bound("the training loss is random (dropout or augmentation), so there is no single inner problem.")
     if job.network.like.dtype not in (torch.float32, torch.float64):
         return _no_bound(f"certificates need float32 or float64, and the model is {job.network.like.dtype}.")
     data = job.data
@@ -53,42 +51,45 @@ def find_gap(job: TrainingProblem, lam: Lam, w: Weights) -> Gap:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if isinstance(data, Batch):
-                found = certify(job.problem, lam, job.task, dynamics=job.dynamics, steps=job.steps)
+                certificate = certify(job.problem, lam, job.task, dynamics=job.dynamics, steps=job.steps)
             else:
-                whole = whole_batch(data.loader, job.seed, job.network.like, "train")
-                refusal = _other_objective(job, lam, w, data, whole)
+                all_examples = whole_batch(data.loader, job.seed, job.network.like, "train")
+                refusal = _other_objective(job, lam, w, data, all_examples)
                 if refusal is not None:
                     return _no_bound(refusal)
-                # Minibatches led to w_T; the certificate is about the whole training set from there on.
-                task = Task(whole, job.val)
-                found = certify(job.problem, lam, task, dynamics=job.dynamics, steps=0, start=w)
-                found = dataclasses.replace(found, steps=job.steps, search=None)
+                # w_T was computed from minibatches. The certificate is about the whole training set, at w_T.
+                task = Task(all_examples, job.val)
+                certificate = certify(job.problem, lam, task, dynamics=job.dynamics, steps=0, start=w)
+                certificate = dataclasses.replace(certificate, steps=job.steps, search=None)
     except BilevelError as error:
         return _no_bound(str(error))
-    remarks = " ".join(dict.fromkeys(str(one.message) for one in caught))
-    return Gap(found.value_gap, Outcome(found.outcome.kind, f"{found.outcome} {remarks}".strip()), found)
+    remarks = " ".join(dict.fromkeys(str(warning.message) for warning in caught))
+    sentence = Outcome(certificate.outcome.kind, f"{certificate.outcome} {remarks}".strip())
+    return Gap(certificate.value_gap, sentence, certificate)
 
 
-def _other_objective(job: TrainingProblem, lam: Lam, w: Weights, data: ReplayedLoader, whole: Batch) -> str | None:
-    """Why minibatches minimise another objective than that of the whole training set, or None.
+def _other_objective(
+    job: TrainingProblem, lam: Lam, w: Weights, data: ReplayedLoader, all_examples: Batch
+) -> str | None:
+    """Why minibatches minimise a different objective from that of the whole training set, or None.
 
     With a sum over examples instead of a mean, the loss of N examples weighs N/B times as much against a penalty as
     that of a batch of B. A sampler that repeats some examples gives them more weight.
     """
-    if len(set(whole.index.tolist())) < whole.count:
-        return "the training loader's sampler repeats examples, so there is no one training set to be solved on."
+    if len(set(all_examples.index.tolist())) < all_examples.count:
+        return "the training loader's sampler repeats examples, so minibatches do not minimise the plain training loss."
     with torch.no_grad():
-        all_at_once = float(job.data_loss(w, lam, whole))
+        all_at_once = float(job.data_loss(w, lam, all_examples))
         batches = [data(t) for t in range(1, data.per_epoch + 1)]
         shown = sum(batch.count for batch in batches)
         by_batches = sum(float(job.data_loss(w, lam, batch)) * batch.count for batch in batches) / shown
-    # Part of an epoch differs from the whole by chance. A whole epoch differs slightly with class weights.
-    tolerance = 0.05 if shown >= whole.count else 0.5
+    # A part of an epoch differs from all examples by chance. A full epoch differs slightly with class weights.
+    tolerance = 0.05 if shown >= all_examples.count else 0.5
     if abs(by_batches - all_at_once) <= tolerance * abs(all_at_once):
         return None
     return (
         f"the training loss is {all_at_once:.3g} on all examples and {by_batches:.3g} on its batches, as with "
-        "reduction='sum'. Minibatches then solve another problem than the whole training set. Use a mean."
+        "reduction='sum'. Minibatches then minimise a different objective. Use a mean."
     )
 
 

@@ -1,4 +1,4 @@
-"""The user's loss: how many arguments it takes, and one number per example where that is needed."""
+"""The user's loss: the number of its arguments, and one number per example if needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelLoss:
         value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
         if not isinstance(value, Tensor):
             raise BilevelError(
-                f"{self.name} returned {type(value).__name__}; it must return a tensor, without .item() or float()."
+                f"{self.name} returned {type(value).__name__}. It must return a tensor, without .item() or float()."
             )
         count = len(batch.index)
         if self.per_example:
@@ -51,7 +51,7 @@ class ModelLoss:
                     "one number per example. Let it return them without .mean() or .sum() (reduction='none')."
                 )
             entries = value.reshape(count, -1)
-            # With all weights 1, the mean over the examples has to be the loss as it was passed.
+            # If all weights are 1, the mean over the examples must equal the loss that the user passed.
             if self._reduction == "sum":
                 return entries.sum(1) * count
             entries = entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)
@@ -62,16 +62,16 @@ class ModelLoss:
             return value.mean()
         if value.ndim != 0:
             raise BilevelError(
-                f"{self.name} returned a tensor of shape {list(value.shape)}; a loss is one number, or one per "
+                f"{self.name} returned a tensor of shape {list(value.shape)}, but a loss is one number, or one per "
                 "example. Add .mean() or .sum()."
             )
         return value
 
     def _mean_correction(self, labels: Any) -> Any:
-        """The number of labels over their total weight.
+        """The number of labels divided by their total weight.
 
         With class weights or an ignored label, torch's mean is a weighted one. With reduction="none", or with
-        probabilities as targets, torch divides by the plain count instead.
+        probabilities as targets, torch divides by the number of labels instead.
         """
         integers = isinstance(labels, Tensor) and not labels.is_floating_point()
         if self._ignored_label is None or self._reduction != "mean" or not integers:
@@ -92,7 +92,7 @@ def model_losses(loss: Any, per_example: bool) -> dict[str, ModelLoss]:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none where Python cannot read them (some built-in functions)."""
+    """The parameters of a function; none if Python cannot read them, as for some built-in functions."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -108,7 +108,7 @@ def _without_reduction(loss: Any) -> Callable[..., Any]:
 
 
 def _reduction(loss: Any) -> tuple[str, Tensor | None, int | None]:
-    """The reduction of a loss of torch, its class weights, and the label that it ignores; None if it ignores none."""
+    """The reduction of a torch loss, its class weights, and the label that it ignores (None if it ignores none)."""
     settings: dict[str, Any] = {}
     while isinstance(loss, functools.partial):
         settings = {**loss.keywords, **settings}

@@ -19,7 +19,7 @@ class Network:
 
     Training is in train mode: dropout is on, and batch norm uses the statistics of its batch. Evaluation is in eval
     mode, except that batch norm uses the statistics of the data that it is given, because running averages are not a
-    function of w. A batch norm in eval mode inside a model in train mode is taken as frozen, and stays in eval mode.
+    function of w. A batch norm in eval mode inside a model in train mode counts as frozen and stays in eval mode.
     Parameters that do not require grad are constants.
     """
 
@@ -51,7 +51,7 @@ class Network:
             momenta = [norm.momentum for norm in norms]
             for norm in norms:
                 norm.reset_running_stats()  # type: ignore[operator]
-                # None is the plain average over all batches.
+                # None means the average over all batches.
                 norm.momentum = None  # type: ignore[assignment]
             for batch in batches if norms else []:
                 model(batch.inputs)
@@ -67,9 +67,9 @@ class Network:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse a model without parameters to train, with parameters of several kinds, or with parameters without data."""
+    """Refuse a model without trainable parameters, with several dtypes or devices, or with parameters without data."""
     if not isinstance(model, nn.Module):
-        raise BilevelError(f"model is {type(model).__name__}; pass a torch.nn.Module.")
+        raise BilevelError(f"model is {type(model).__name__}. Pass a torch.nn.Module.")
     kind = type(model).__name__
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
@@ -91,8 +91,8 @@ def _check(model: nn.Module) -> None:
     kinds = {(parameter.dtype, parameter.device) for parameter in trained}
     if len(kinds) > 1 or not trained[0].is_floating_point():
         raise BilevelError(
-            f"The model's parameters are of several kinds: {sorted(map(str, kinds))}. Pass a model with one floating "
-            "dtype on one device."
+            f"The model's parameters have several dtypes or devices, or no floating dtype: {sorted(map(str, kinds))}. "
+            "Pass a model with one floating dtype on one device."
         )
 
 

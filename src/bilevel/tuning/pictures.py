@@ -44,7 +44,7 @@ def draw(
             elif few:
                 _bars(titled(panel, one.name, "" if one.per == "run" else one.per), old, new)
             else:
-                _histogram(titled(panel, one.name, "tuned value", "how many"), new, logarithmic)
+                _histogram(titled(panel, one.name, "tuned value", "count"), new, logarithmic)
                 continue
             panel.set_yscale("log" if logarithmic else "linear")
     return figure
@@ -60,10 +60,10 @@ def _schedule(panel: Axes, before: Any, after: Any) -> None:
 def _bars(panel: Axes, before: Any, after: Any) -> None:
     names = list(after) if isinstance(after, dict) else [str(i) for i in range(after.size)]
     heights, starts = (list(x.values()) if isinstance(x, dict) else np.ravel(x) for x in (after, before))
-    places, crowded = np.arange(len(names)), len(names) > 4
-    panel.bar(places, heights, color=AFTER, label="tuned")
-    panel.scatter(places, starts, color=BEFORE, marker="_", s=150, label="start", zorder=3)
-    panel.set_xticks(places, names, rotation=45 if crowded else 0, ha="right" if crowded else "center")
+    positions, crowded = np.arange(len(names)), len(names) > 4
+    panel.bar(positions, heights, color=AFTER, label="tuned")
+    panel.scatter(positions, starts, color=BEFORE, marker="_", s=150, label="start", zorder=3)
+    panel.set_xticks(positions, names, rotation=45 if crowded else 0, ha="right" if crowded else "center")
     panel.legend()
 
 

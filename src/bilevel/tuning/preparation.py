@@ -33,7 +33,7 @@ def prepare(
     seed: int = 0,
     check_derivatives: bool = True,
 ) -> TrainingProblem:
-    """The bilevel problem that `tune` solves; the arguments are those of `tune`.
+    """The bilevel problem that `tune` solves. The arguments are those of `tune`.
 
     >>> import torch
     >>> import bilevel as bl
@@ -42,29 +42,29 @@ def prepare(
     >>> x, model = torch.randn(20, 3), torch.nn.Linear(3, 1)
     >>> data = bl.holdout((x, x.sum(1, keepdim=True)))
     >>> job = prepare(model, torch.nn.functional.mse_loss, WeightDecay(0.1), data.train, data.val, steps=5)
-    >>> found = bl.hypergradient(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
-    >>> float(found.grad["weight_decay"]) != 0
+    >>> result = bl.hypergradient(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
+    >>> float(result.grad["weight_decay"]) != 0
     True
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise BilevelError(f"steps={steps!r} is not a number of training steps; pass an int ≥ 1.")
+        raise BilevelError(f"steps={steps!r} is not a number of training steps. Pass an int ≥ 1.")
     declared, network = declared_in(hyperparameters), Network(model)
     data = training_data(train, seed, network.like, steps)
     validation = whole_batch(val, seed, network.like, "val")
     refuse_same_data(train, val, seed)
     per_example = any(one.per_example for one in declared)
     losses = model_losses(loss, per_example)
-    judge = _validation_loss(losses, loss, val_loss)
+    validation_loss = _validation_loss(losses, loss, val_loss)
     mixers = [one.name for one in declared if type(one).mix is not Hyperparameter.mix]
     if len(losses) > 1 and len(mixers) != 1:
         raise BilevelError(
             f"loss names {len(losses)} losses and {len(mixers)} hyperparameters to mix them. Declare one LossWeights()."
         )
     plain = [one.name for one in declared if type(one) is Hyperparameter]
-    takes_hp = judge.takes_hp or any(one.takes_hp for one in losses.values())
+    takes_hp = validation_loss.takes_hp or any(one.takes_hp for one in losses.values())
     if plain and not takes_hp and (not callable(dynamics) or isinstance(dynamics, type)):
         raise BilevelError(
-            f"Hyperparameter {plain[0]!r} reaches nothing: neither the loss nor the dynamics takes it. Write the loss "
+            f"Hyperparameter {plain[0]!r} is not used: neither the loss nor the dynamics takes it. Write the loss "
             f"with a third argument, loss(output, target, hp), and use hp[{plain[0]!r}] in it."
         )
     if per_example:
@@ -73,7 +73,7 @@ def prepare(
     fixed = {name: x for name, x in (("lr", lr), ("momentum", momentum)) if x is not None}
     given = "sgd" if dynamics is None else dynamics
     return TrainingProblem(
-        network, losses, judge, space, data, validation, steps, seed, given, fixed, check_derivatives
+        network, losses, validation_loss, space, data, validation, steps, seed, given, fixed, check_derivatives
     )
 
 
@@ -84,8 +84,8 @@ def _validation_loss(losses: dict[str, ModelLoss], loss: Any, val_loss: Any) -> 
     if takes_hp or len(losses) > 1:
         raise BilevelError(
             f"loss {'takes hyperparameters' if takes_hp else f'names {len(losses)} losses'}, and val_loss is not "
-            "given. Hyperparameters must not be able to make the validation loss small by themselves: pass val_loss=…, "
-            "torch.nn.functional.cross_entropy for example."
+            "given. Hyperparameters could make such a validation loss small without a better model. Pass val_loss=…, "
+            "for example torch.nn.functional.cross_entropy."
         )
     return ModelLoss(next(iter(loss.values())) if isinstance(loss, Mapping) else loss, "loss")
 
@@ -94,7 +94,7 @@ def _warn_of_unseen_examples(data: Batch | ReplayedLoader, steps: int) -> None:
     seen = steps * data(1).count if isinstance(data, ReplayedLoader) else data.count
     if seen < data.count:
         warnings.warn(
-            f"{steps} steps show the model {seen:,} of {data.count:,} examples; the weights of the others will not "
+            f"{steps} steps show the model {seen:,} of {data.count:,} examples. The weights of the others will not "
             "change. Take more steps or larger batches.",
             BilevelWarning,
             stacklevel=4,

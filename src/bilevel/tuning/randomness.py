@@ -1,4 +1,4 @@
-"""Random numbers as a function of a seed, a purpose and a number. The global generators are left as they were."""
+"""Random numbers as a function of a seed, a purpose and a number. The global generators are restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def derived_seed(seed: int, purpose: str, number: int) -> int:
-    """A seed for each purpose and number; those of neighbouring numbers are unrelated."""
+    """A seed for each purpose and number. Seeds of neighbouring numbers are unrelated."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {purpose} {number}".encode(), digest_size=4).digest(), "big")
 
 
@@ -32,7 +32,7 @@ def seeded(seed: int, purpose: str, number: int, device: torch.device | None = N
     number = derived_seed(seed, purpose, number)
     cuda = device is not None and device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else []):
-        # torch.manual_seed also seeds absent devices lazily, which takes milliseconds.
+        # torch.manual_seed would also seed all other devices, which takes milliseconds.
         torch.default_generator.manual_seed(number)
         if cuda:
             torch.cuda.manual_seed(number)

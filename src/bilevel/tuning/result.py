@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HEADER = ("hyperparameter", "values", "start", "tuned", "range", "at a bound")
-# Entries with names have rows of their own in the table, up to this many.
+# Named entries have their own rows in the table, if there are at most this many.
 LARGEST_LIST = 30
 
 
@@ -39,16 +39,16 @@ class Tuned:
     Attributes:
         model: a copy of the model, trained with the tuned hyperparameters, in eval mode.
         values: the tuned hyperparameters by name, in natural units: floats, arrays, dicts by layer or parameter.
-        before: their values before tuning.
-        value: the validation loss f_T of the tuned hyperparameters, on all validation examples that they were tuned on:
-            smaller than on others.
-        start_value: that of the values before tuning.
+        before: the values before tuning.
+        value: the validation loss f_T of the tuned hyperparameters, on the validation examples that they were tuned on.
+            On other examples the loss is larger.
+        start_value: the validation loss of the values before tuning.
         history: arrays with one entry per hyperiteration, "value", "gradient_norm" and "seconds", and "values", a dict
             of the hyperparameters that have at most 1,000 entries.
-        outcome: a sentence that says how it ended.
+        outcome: a sentence that says how the tuning ended.
         method: a sentence that says how hypergradients were computed, and why.
-        lam: λ, the leaves that the optimiser moved.
-        held_out: the losses on examples that nothing was tuned on, with `tune(..., holdout=0.3)`.
+        lam: λ, the leaves that the optimiser updated.
+        held_out: the losses on examples that were not used for tuning, with `tune(..., holdout=0.3)`.
     """
 
     model: nn.Module = field(repr=False)
@@ -68,22 +68,24 @@ class Tuned:
 
     @functools.cached_property
     def gap(self) -> Gap:
-        """A bound on the change of the validation loss if training went on to the end. The first access computes it
-        in some hundred passes over the training set."""
+        """A bound on the change of the validation loss if training continued to the minimum.
+
+        The first access computes it, in some hundred passes over the training set.
+        """
         return self.compute_gap()
 
     @functools.cached_property
     def search(self) -> RandomSearch:
-        """What a random search reaches in the time of the tuning. The first access runs it, which takes that time."""
+        """The result of a random search in the time of the tuning. The first access runs it, which takes this time."""
         return self.compute_search()
 
     def weights(self, inputs: Any, targets: Any) -> Tensor:
-        """The weights of any examples, new ones too, by the tuned scorer of `ExampleWeight`."""
+        """The weights of examples, also new ones, by the tuned scorer of `ExampleWeight`."""
         return self.compute_weights(inputs, targets)
 
     @property
     def certificate(self) -> Certificate | None:
-        """The certificate behind `gap`; None where the inner problem cannot be certified."""
+        """The certificate of `gap`; None if the inner problem cannot be certified."""
         return self.gap.certificate
 
     def table(self) -> str:
@@ -108,20 +110,21 @@ class Tuned:
             before, after = self.before[one.name], self.values[one.name]
             low, high = self.space.transforms[one.name].range()
             limits = f"{low:.3g} … {high:.3g}" if np.isfinite([low, high]).any() else "free"
-            at, count = bounds[one.name]
-            stuck = ("yes" if at else "no") if count == 1 else f"{at:,} of {count:,}"
-            rows.append((one.name, f"{count:,}", _summary(before), _summary(after), limits, stuck))
+            at_bound, count = bounds[one.name]
+            bound_text = ("yes" if at_bound else "no") if count == 1 else f"{at_bound:,} of {count:,}"
+            rows.append((one.name, f"{count:,}", _summary(before), _summary(after), limits, bound_text))
             labels = one.labels(self.space.setup) or []
             if len(labels) <= LARGEST_LIST:
                 rows += [(f"· {x}", "", f"{before[x]:.3g}", f"{after[x]:.3g}", "", "") for x in labels]
         return rows
 
     def plot(self, figure: Figure | None = None) -> Figure:
-        """Draw the validation loss over hyperiterations and every hyperparameter: schedules as lines, layers as bars,
-        many values as a histogram.
+        """Draw the validation loss over hyperiterations and every hyperparameter.
+
+        Schedules are lines, layers are bars, and many values are a histogram.
 
         Args:
-            figure: draw into this one, for example `matplotlib.pyplot.figure()`; a new one by default.
+            figure: the figure to draw into, for example `matplotlib.pyplot.figure()`. The default is a new one.
         """
         return pictures.draw(figure, self.history, self.space, self.before, self.values)
 
@@ -152,7 +155,7 @@ class Tuned:
 
 
 def _summary(value: Any) -> str:
-    """One number as it is, many by their smallest, median and largest.
+    """A single number, or the smallest, the median and the largest of several.
 
     >>> _summary(np.array([1.0, 2.0, 4.0]))
     '1 … 2 … 4'

@@ -1,4 +1,4 @@
-"""Facts about a training that decide how many values a hyperparameter has."""
+"""Facts about a training that determine how many values a hyperparameter has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Setup:
     Args:
         parameters: the model's parameters by name, before training.
         steps: T.
-        examples: how many training examples there are.
+        examples: the number of training examples.
         losses: the names of the training losses.
 
     >>> import torch
@@ -36,7 +36,7 @@ class Setup:
 
     def layers(self, names: Iterable[str] | None = None) -> dict[str, list[str]]:
         """The parameters of each layer: a layer is a module that holds parameters itself."""
-        found: dict[str, list[str]] = {}
+        layers: dict[str, list[str]] = {}
         for name in self.parameters if names is None else names:
-            found.setdefault(name.rpartition(".")[0] or "model", []).append(name)
-        return found
+            layers.setdefault(name.rpartition(".")[0] or "model", []).append(name)
+        return layers

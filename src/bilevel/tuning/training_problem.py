@@ -33,14 +33,16 @@ from bilevel.tuning.space import Space
 Weights = dict[str, Tensor]
 Lam = dict[str, Tree]
 
-# Errors of the user's functions. The engine reports them with the shapes involved when it calls the functions first.
+# Errors of the user's functions. They are ignored here: the engine reports them, with the shapes, when it calls the
+# functions for the first time.
 _USER_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingProblem:
-    """min over λ of val_loss(w_T), with w_T from T steps on the training loss: arguments for `solve`,
-    `hypergradient`, `certify` and `check_problem`.
+    """min over λ of val_loss(w_T), where w_T is the result of T training steps.
+
+    Its attributes are the arguments of `solve`, `hypergradient`, `certify` and `check_problem`.
 
     Attributes:
         network: the model as pure functions of its parameters.
@@ -50,10 +52,10 @@ class TrainingProblem:
         data: the training data.
         val: the validation data.
         steps: T.
-        seed: of all random numbers.
-        given_dynamics: the dynamics as it was passed, with
-        fixed: `lr` and `momentum` where they were passed.
-        check_derivatives: as for `Problem`.
+        seed: the seed of all random numbers.
+        given_dynamics: the dynamics as it was passed.
+        fixed: `lr` and `momentum` if they were passed.
+        check_derivatives: the argument of `Problem`.
     """
 
     network: Network
@@ -69,7 +71,7 @@ class TrainingProblem:
     check_derivatives: bool = True
 
     def __post_init__(self) -> None:
-        self.random, self.random_outer  # noqa: B018 - found out before the engine calls the losses
+        self.random, self.random_outer  # noqa: B018 - computed before the engine calls the losses
 
     @cached_property
     def problem(self) -> Problem:
@@ -82,7 +84,7 @@ class TrainingProblem:
         return Task(self.training(self.seed), self.val)
 
     def training(self, seed: int) -> Any:
-        """The training data with the order, the masks and the noise of another seed."""
+        """The training data with the order of examples, the dropout masks and the noise of this seed."""
         if isinstance(self.data, ReplayedLoader):
             return self.data if seed == self.seed else ReplayedLoader(self.data.loader, seed, self._like, self.steps)
         return RepeatedBatch(self.data, seed) if self.random else self.data
@@ -99,7 +101,7 @@ class TrainingProblem:
             return self._penalised_loss(w, lam, batch, noise)
 
     def outer(self, w: Weights, lam: Lam, batch: Batch) -> Tensor:
-        """The validation loss. Its random numbers are the same at every call, so that f_T is a function."""
+        """The validation loss. Its random numbers are the same at every call, so that f_T is a function of λ."""
         with seeded(batch.seed, "validation", 0, self._like.device) if self.random_outer else contextlib.nullcontext():
             return self._validation_loss(w, lam, batch)
 
@@ -116,10 +118,10 @@ class TrainingProblem:
         roles = self.space.roles(lam)
         for role, value in roles:
             added = role.settings(value, self.space.setup)
-            twice = sorted(set(added) & set(settings))
-            if twice:
+            duplicates = sorted(set(added) & set(settings))
+            if duplicates:
                 raise BilevelError(
-                    f"Two hyperparameters set the dynamics' {twice[0]!r}, {role.name!r} among them. Keep one."
+                    f"Two hyperparameters set the dynamics' {duplicates[0]!r}, {role.name!r} among them. Keep one."
                 )
             settings.update(added)
         values = {role.name: value for role, value in roles}
@@ -174,7 +176,7 @@ class TrainingProblem:
     def _like(self) -> Tensor:
         return self.network.like
 
-    # What `tune` does with the problem besides solving it.
+    # The other parts of `tune`.
 
     def run(self, lam: Lam) -> tuple[Weights, float]:
         """The trained parameters w_T and the validation loss f_T(λ)."""
@@ -198,7 +200,7 @@ class TrainingProblem:
         chosen, reason = auto.choose(process)
         if isinstance(chosen, Spectral):
             try:
-                # Some losses are found not to be quadratic only when the closed form is computed.
+                # Computing the closed form may show that the loss is not quadratic.
                 chosen(process)
             except BilevelError:
                 return auto.choose(process, closed_form=False)
@@ -209,8 +211,8 @@ class TrainingProblem:
         scorers = [(role, value) for role, value in self.space.roles(lam) if isinstance(role, ExampleWeight)]
         if not scorers:
             raise BilevelError(
-                "No weight was tuned that new examples could have. Declare ExampleWeight(scorer); ExampleWeights() has "
-                "a number for each training example only."
+                "The tuned hyperparameters give no weights to new examples. Declare ExampleWeight(scorer). "
+                "ExampleWeights() has weights for the training examples only."
             )
         batch = whole_batch((inputs, targets), self.seed, self._like, "new")
         values, weights = self.space.values(lam), torch.ones(batch.count).to(self._like)

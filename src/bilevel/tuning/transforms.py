@@ -1,4 +1,4 @@
-"""Transforms between λ's leaf, which the outer optimiser moves, and the value in natural units."""
+"""Transforms between a leaf of λ, which the outer optimiser updates, and the value in natural units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bilevel.constraints.base import Constraint
 from bilevel.constraints.box import Box
 from bilevel.errors import BilevelError
 
-# Leaves of logit, softplus and softmax stay within ±10: beyond it float32 rounds their slope to zero.
+# Leaves of logit, softplus and softmax stay within ±10. Beyond that, the slope rounds to zero in float32.
 LARGEST_LEAF = 10.0
 
 
@@ -23,8 +23,8 @@ class Transform(ABC):
     """An invertible map from the leaf to the value. Pass an instance of a subclass as `Hyperparameter(transform=…)`.
 
     Args:
-        low: the smallest value; None takes the transform's own.
-        high: the largest value; None takes the transform's own.
+        low: the smallest value. None means that of `default_range`.
+        high: the largest value. None means that of `default_range`.
     """
 
     low: float | None = None
@@ -44,7 +44,7 @@ class Transform(ABC):
         return None
 
     def range(self) -> tuple[float, float]:
-        """The smallest and the largest value; infinite where there is no bound."""
+        """The smallest and the largest value; infinite if there is no bound."""
         low, high = self.default_range
         return (low if self.low is None else self.low), (high if self.high is None else self.high)
 
@@ -59,7 +59,7 @@ class Transform(ABC):
         return low, high
 
     def constraint(self) -> Constraint | None:
-        """Λ for the leaf; None where the leaf is free."""
+        """Λ for the leaf; None if the leaf is not constrained."""
         low, high = self.leaf_range()
         return None if (low, high) == (-math.inf, math.inf) else Box(low, high)
 
@@ -101,7 +101,7 @@ class LogTransform(Transform):
 
     def range_error(self) -> str | None:
         if self.low is not None and self.low <= 0:
-            return f"the logarithm of {self.low} does not exist; let the range begin above 0, or use 'softplus'"
+            return f"the logarithm of {self.low} does not exist. Let the range begin above 0, or use 'softplus'"
         return None
 
 
@@ -126,7 +126,7 @@ class LogitTransform(Transform):
         return torch.logit((value - low) / (high - low)).clamp(-LARGEST_LEAF, LARGEST_LEAF)
 
     def range_error(self) -> str | None:
-        return None if all(map(math.isfinite, self.range())) else "a logit needs two finite ends"
+        return None if all(map(math.isfinite, self.range())) else "a logit needs a range with two finite ends"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class SoftplusTransform(Transform):
         return (above + torch.log(-torch.expm1(-above))).clamp_min(-LARGEST_LEAF)
 
     def range_error(self) -> str | None:
-        return None if math.isfinite(self.range()[0]) else "a softplus needs a finite lower end"
+        return None if math.isfinite(self.range()[0]) else "a softplus needs a range with a finite lower end"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class SimplexTransform(Transform):
 
     def range_error(self) -> str | None:
         free = (self.low, self.high) in ((None, None), (0, 1))
-        return None if free else "weights on a simplex lie in (0, 1) by themselves; leave the range out"
+        return None if free else "weights on a simplex are always in (0, 1). Leave the range out"
 
     def contains(self, value: Tensor) -> bool:
         return value.ndim > 0 and bool((value > 0).all()) and bool(((value.sum(-1) - 1).abs() < 1e-5).all())
@@ -193,8 +193,8 @@ def as_transform(name: str, transform: Any, given_range: Any) -> Transform:
     if isinstance(transform, Transform):
         if given_range is not None:
             raise BilevelError(
-                f"Hyperparameter {name!r} has range={given_range} and transform={transform}, which has a range of its "
-                "own. Leave the range out."
+                f"Hyperparameter {name!r} has range={given_range} and transform={transform}, which has its own range. "
+                "Leave range= out."
             )
         return transform
     if transform not in TRANSFORMS:
@@ -206,12 +206,12 @@ def as_transform(name: str, transform: Any, given_range: Any) -> Transform:
         low, high = (None if end is None else float(end) for end in given_range or (None, None))
     except (TypeError, ValueError):
         raise BilevelError(
-            f"Hyperparameter {name!r} has range={given_range!r}; pass a pair (low, high), with None for an open end."
+            f"Hyperparameter {name!r} has range={given_range!r}. Pass a pair (low, high), with None for an open end."
         ) from None
     if low is not None and high is not None and not low < high:
-        raise BilevelError(f"Hyperparameter {name!r} has the empty range {given_range}; pass low < high.")
-    built = TRANSFORMS[transform](low, high)
-    error = built.range_error()
+        raise BilevelError(f"Hyperparameter {name!r} has the empty range {given_range}. Pass low < high.")
+    result = TRANSFORMS[transform](low, high)
+    error = result.range_error()
     if error:
         raise BilevelError(f"Hyperparameter {name!r} has range={given_range} with transform={transform!r}: {error}.")
-    return built
+    return result

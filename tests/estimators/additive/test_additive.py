@@ -1,4 +1,4 @@
-"""The additive estimators as scikit-learn's users meet them."""
+"""The additive estimators through scikit-learn's interface."""
 
 import numpy as np
 import pandas as pd
@@ -7,7 +7,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from bilevel.estimators import BilevelAdditiveClassifier, BilevelAdditiveRegressor
 
-# A row of weight 2 is left out as a whole; of two equal rows, one stays.
+# A row of weight 2 is left out completely. Of two equal rows, only one is left out.
 DIFFERENT = {"check_sample_weight_equivalence_on_dense_data": "leave-one-out leaves out whole rows"}
 
 

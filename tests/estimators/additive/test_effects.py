@@ -56,7 +56,7 @@ def test_an_effect_on_its_grid_is_the_share_of_its_term(fitted):
 
 
 def test_bands_and_intervals_hold_what_they_promise():
-    """95 % bands of a curve over its points, and 90 % intervals of new targets, over 12 tables with skewed noise."""
+    """The coverage of 95 % bands of a curve and of 90 % intervals of new targets, over 12 tables with skewed noise."""
     in_band, in_interval = [], []
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ def test_a_monotone_effect_is_monotone_everywhere_and_fits_best_among_them(sign)
     slopes = np.diff(model.predict(rows))
     assert (sign * slopes >= -1e-12).all() and np.abs(slopes).max() > 1e-3
     assert (np.diff(free.predict(rows)) * sign < -1e-5).any()
-    # Another solver finds no lower penalised squares with increments of the right sign.
+    # Another solver finds no smaller penalised loss under the same constraints.
     features, goal = model._features(X), y.to_numpy() - y.mean()
     alpha = np.zeros(features.shape[1])
     for piece in model._pieces:
@@ -123,7 +123,7 @@ def test_a_monotone_log_odds():
     [
         ({"monotone": {"c": 1}}, "categories"),
         ({"monotone": {"a": 2}}, "rising"),
-        ({"monotone": {"z": 1}}, "no column"),
+        ({"monotone": {"z": 1}}, "not a column"),
         ({"monotone": {"a": 1}, "pairs": [("a", "b")]}, "monotone= and in pairs="),
         ({"pairs": "all"}, "pairs="),
         ({"tether": -1}, "tether="),
@@ -143,5 +143,5 @@ def test_a_picture_has_a_panel_for_every_term(fitted):
     figure = model.plot()
     titles = [axes.get_title() for axes in figure.axes]
     assert set(model.terms_) <= set(titles)
-    with pytest.raises(BilevelError, match="no term"):
+    with pytest.raises(BilevelError, match="not a term"):
         model.plot(["q"])

@@ -1,12 +1,12 @@
-// The answer about the picture in hand: its class, all probabilities, the nearest examples.
+// The prediction for the current picture: its class, all probabilities, the nearest examples.
 
 import { colour, get, keyed, make, percent } from "./elements.js";
 
-const ROWS = 8; // more classes than this are shown by falling probability
+const ROWS = 8; // if there are more classes, only the most probable are shown
 
-let aloud = 0;
+let announcement = 0; // the timer of the text for screen readers
 
-// What to do next, while there is nothing to say.
+// The next steps for the user, while there is no prediction.
 export function showSteps(desk, inHand) {
   const known = desk.classes.length;
   const steps = [
@@ -35,11 +35,11 @@ export function showAnswer(answer, desk) {
   get("said").textContent = said;
   get("said").className = answer.blank || answer.none ? "" : colour(best.class);
   get("sure").textContent = sure;
-  // On phones the answer is below the pad, out of sight; this is above it.
+  // On phones the answer is below the pad and not visible, so it is also shown above the pad.
   get("verdict").replaceChildren(make("b", { class: get("said").className }, said), ` ${sure}`);
-  // Said once the pen rests: a screen reader cannot follow every stroke.
-  clearTimeout(aloud);
-  aloud = setTimeout(() => { get("said-aloud").textContent = `${said}, ${sure}.`; }, 700);
+  // Announced after a pause, because a screen reader cannot follow every stroke.
+  clearTimeout(announcement);
+  announcement = setTimeout(() => { get("said-aloud").textContent = `${said}, ${sure}.`; }, 700);
   bars(answer, desk);
   nearest(answer, desk);
   get("seen").lastElementChild.src = answer.seen;
@@ -52,7 +52,7 @@ function bars(answer, desk) {
   const all = answer.ranked ?? [];
   const byClass = new Map(all.map((one) => [one.class, one]));
   const few = desk.classes.length <= ROWS;
-  // Few classes keep their places, so that the bars can be watched; of many, the most probable are shown.
+  // A few classes keep their order, so that their bars can be followed. Of many, the most probable are shown.
   const rows = few ? desk.classes.map((one) => byClass.get(one.number)).filter(Boolean) : all.slice(0, ROWS);
   keyed(
     get("bars"),
@@ -72,11 +72,11 @@ function bars(answer, desk) {
 function nearest(answer, desk) {
   const names = new Map(desk.classes.map((one) => [one.number, one.name]));
   const light = new Set(desk.classes.flatMap((one) => one.pictures.filter((p) => p.light).map((p) => p.number)));
-  const some = answer.nearest ?? [];
-  get("nearest").hidden = !some.length;
+  const examples = answer.nearest ?? [];
+  get("nearest").hidden = !examples.length;
   keyed(
     get("nearest").querySelector("ul"),
-    some,
+    examples,
     (one) => one.picture,
     (one) => make("li", {}, make("div", {}, make("img", { src: `pictures/${one.picture}/shown.png`, alt: "" })), make("span", {})),
     (element, one) => {

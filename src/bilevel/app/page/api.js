@@ -1,10 +1,10 @@
-// Talking to the server: every answer is JSON; what is refused comes as a sentence in `error`.
+// Requests to the server. Every answer is JSON; a refused request has a message in `error`.
 
 export class Refused extends Error {}
 
 let mostBytes = Infinity;
 
-// The server closes the connection on larger files before it has read them, so they are not sent.
+// Larger files are not sent, because the server would close the connection without reading them.
 export function limit(bytes) { mostBytes = bytes; }
 
 async function call(method, path, body, headers = {}) {

@@ -1,8 +1,8 @@
-// The classes that are known, with their labelled pictures.
+// The classes with their labelled pictures.
 
 import { colour, colours, get, keyed, make } from "./elements.js";
 
-// `acts` says what can be done: rename, removeClass, removePicture, choose (files for a class).
+// `acts` holds the actions: rename, removeClass, removePicture, choose (files for a class).
 export function showClasses(desk, acts) {
   colours(desk.classes.map((one) => one.number));
   get("known-empty").hidden = desk.classes.length > 0;
@@ -68,7 +68,7 @@ function createPicture(picture, acts) {
   ));
 }
 
-// The buttons under the pad, one for every class; the first nine have a key.
+// The buttons under the pad, one for every class. The first nine can be pressed with a key.
 export function showChips(desk, teach) {
   keyed(
     get("chips"),

@@ -1,4 +1,4 @@
-// Five things to begin with, as strokes.
+// Five examples as strokes, one for each class.
 
 const around = (count, shape) => Array.from({ length: count + 1 }, (_, i) => shape((2 * Math.PI * i) / count));
 const at = (points) => points.map(([x, y]) => ({ x, y }));
@@ -30,7 +30,7 @@ export const DOODLES = {
   ],
 };
 
-// More points on straight lines, which the pad would otherwise round off at the corners.
+// Add points on straight lines. Otherwise the pad would round the corners.
 function dense(points) {
   const all = [];
   for (let i = 0; i + 1 < points.length; i++) {

@@ -1,11 +1,11 @@
-// Pictures that are dropped, pasted or chosen; a folder that is dropped is a class, or holds folders that are.
+// Pictures that are dropped or pasted. A dropped folder is a class, or contains folders that are classes.
 
 const KINDS = /\.(png|jpe?g|bmp|gif|tiff?|webp|ppm|pgm|pbm|avif|heic|heif)$/i;
 const isPicture = (file) => file.type.startsWith("image/") || KINDS.test(file.name);
 
-// What was dropped: files by themselves, and files by the name of their class.
+// The dropped files: single files, and files of folders by the name of the class.
 export async function dropped(transfer) {
-  // Entries must be taken before the first await: the browser empties the list afterwards.
+  // The entries must be read before the first await, because the browser empties the list afterwards.
   const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
   const loose = [...transfer.files];
   if (!entries.some((entry) => entry.isDirectory)) return { files: loose.filter(isPicture), classes: {} };
@@ -31,7 +31,7 @@ async function takeFolder(folder, classes) {
 async function list(folder) {
   const reader = folder.createReader();
   const all = [];
-  // A reader gives some entries at a time, and none at the end.
+  // A reader returns a few entries at a time, and none at the end.
   for (;;) {
     const some = await new Promise((done, failed) => reader.readEntries(done, failed));
     if (!some.length) return all.sort((a, b) => a.name.localeCompare(b.name));

@@ -1,8 +1,8 @@
-// Small helpers for making and keeping elements.
+// Helpers that create and update elements.
 
 export const get = (id) => document.getElementById(id);
 
-// An element with attributes, listeners (onclick: …) and children; text is always text, never markup.
+// An element with attributes, listeners (onclick: …) and children. Text is never parsed as markup.
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -14,22 +14,22 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Make the children of a list those of `items`, keeping the elements of items that were there: pictures are not loaded
-// again, the focus stays, and changes can be animated.
+// Update the children of a list for `items`. Elements of items that were there before are reused, so that pictures are
+// not loaded again, the focus stays, and changes can be animated.
 export function keyed(list, items, keyOf, create, update) {
-  const there = new Map([...list.children].map((element) => [element.dataset.key, element]));
+  const existing = new Map([...list.children].map((element) => [element.dataset.key, element]));
   const wanted = items.map((item) => {
     const key = String(keyOf(item));
-    let element = there.get(key);
+    let element = existing.get(key);
     if (!element) {
       element = create(item);
       element.dataset.key = key;
     }
-    there.delete(key);
+    existing.delete(key);
     update?.(element, item);
     return element;
   });
-  for (const gone of there.values()) gone.remove();
+  for (const removed of existing.values()) removed.remove();
   wanted.forEach((element, place) => {
     if (list.children[place] !== element) list.insertBefore(element, list.children[place] ?? null);
   });
@@ -38,7 +38,7 @@ export function keyed(list, items, keyOf, create, update) {
 const COLOURS = 8;
 const chosen = new Map();
 
-// The colour of a class: the same for as long as the class is there.
+// Assign a colour to every class. A class keeps its colour until it is removed.
 export function colours(numbers) {
   for (const number of chosen.keys()) if (!numbers.includes(number)) chosen.delete(number);
   for (const number of numbers) {

@@ -1,13 +1,13 @@
-// The drawing pad: strokes in units of its side, drawn in the page's colours and given away as black ink on white.
+// The drawing pad. Strokes have coordinates in [0, 1]. They are shown in the page's colours and sent as black on white.
 
-const PEN = 0.051; // of the side, as the drawings of the training have it
-const SIDE = 280; // pixels of what is given away
-const STEP = 0.02; // how far an arrow key moves the pen
+const PEN = 0.051; // the width of the pen relative to the pad, as in the training pictures
+const SIDE = 280; // the width of the picture that is sent, in pixels
+const STEP = 0.02; // the distance that an arrow key moves the pen
 
 export class Pad {
   constructor(canvas, changed) {
     this.canvas = canvas;
-    this.changed = changed; // called with true while a stroke goes on
+    this.changed = changed; // called with true while a stroke is being drawn
     this.strokes = [];
     this.current = null;
     this.pen = { x: 0.5, y: 0.5, down: false, shown: false };
@@ -41,7 +41,7 @@ export class Pad {
 
   move(event) {
     if (!this.current) return;
-    // Fast pens move several times between two events.
+    // A fast pen has several positions between two events.
     const events = event.getCoalescedEvents ? event.getCoalescedEvents() : [event];
     for (const one of events.length ? events : [event]) this.current.push(this.place(one));
     this.paint();
@@ -149,7 +149,7 @@ function ink(brush, strokes, side, colour) {
     const points = stroke.map(({ x, y }) => [x * side, y * side]);
     brush.beginPath();
     brush.moveTo(...points[0]);
-    // Curves between the middles of the points, so that a few events make a smooth line.
+    // Curves through the middles between points, so that a few points make a smooth line.
     for (let i = 1; i + 1 < points.length; i++) {
       const middle = [(points[i][0] + points[i + 1][0]) / 2, (points[i][1] + points[i + 1][1]) / 2];
       brush.quadraticCurveTo(...points[i], ...middle);

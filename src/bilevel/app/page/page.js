@@ -1,4 +1,4 @@
-// The page: what is in hand (the drawing on the pad, or a picture), what the server knows, and how they meet.
+// The page: its subject (the drawing on the pad, or a selected picture), the state of the server, and all events.
 
 import { showAnswer, showSteps } from "./answer.js";
 import * as api from "./api.js";
@@ -8,55 +8,60 @@ import { dropped, pasted } from "./dropped.js";
 import { colour, get, keyed, make, percent } from "./elements.js";
 import { drawn, Pad } from "./pad.js";
 
-const MOST_ASKED = 60; // pictures that are asked about at a time
+const MOST_ASKED = 60; // the most pictures that are classified at a time
 
 let desk = null; // the server's state
-let pictures = []; // {key, file, url, answer}: pictures that were asked about
-let inHand = null; // one of them, or null for the pad
-let adding = null; // the class that chosen files go to, or null to ask about them
+let pictures = []; // {key, file, url, answer}: pictures that are classified
+let inHand = null; // the selected picture, or null for the pad
+let adding = null; // the class to which chosen files are added, or null to classify them
 let keys = 0;
 
 const pad = new Pad(get("pad"), () => {
   if (!pad.empty && inHand) select(null);
   showHand();
-  look();
+  updateAnswer();
 });
 
 // ------------------------------------------------------------------------------------------- errors
 
-function say(message) {
+let errorsShown = 0;
+
+function showError(message) {
+  errorsShown += 1;
   get("error").hidden = false;
   get("error").firstElementChild.textContent = message;
 }
 
 get("error").lastElementChild.addEventListener("click", () => { get("error").hidden = true; });
 
-// Do something that the server may refuse; its sentence is shown, and the result is null.
-async function tried(work) {
+// Run a request that the server may refuse. Then its message is shown, and the result is null. A success hides the
+// errors from before the request, and not one that was shown while it ran.
+async function attempt(work) {
+  const before = errorsShown;
   try {
     const result = await work();
-    get("error").hidden = true;
+    if (errorsShown === before) get("error").hidden = true;
     return result;
   } catch (error) {
     if (!(error instanceof api.Refused)) throw error;
-    say(error.message);
+    showError(error.message);
     return null;
   }
 }
 
-// ------------------------------------------------------------------------------------------- what is known
+// ------------------------------------------------------------------------------------------- the state of the server
 
 async function changed(work, then = () => {}) {
-  const state = await tried(work);
+  const state = await attempt(work);
   if (!state) return null;
-  take(state);
+  showState(state);
   then(state);
-  await look();
+  await updateAnswer();
   for (const picture of pictures) if (picture !== inHand) await ask(picture);
   return state;
 }
 
-function take(state) {
+function showState(state) {
   desk = state;
   api.limit(desk.limits.picture_bytes);
   showClasses(desk, acts);
@@ -77,7 +82,7 @@ const current = async () => (inHand ? inHand.file : pad.empty ? null : pad.pictu
 
 async function teach(number) {
   const picture = await current();
-  if (picture) await changed(() => api.addPicture(number, picture), put);
+  if (picture) await changed(() => api.addPicture(number, picture), clearSubject);
 }
 
 async function teachNew(name) {
@@ -85,12 +90,12 @@ async function teachNew(name) {
   if (!picture || !name) return;
   await changed(() => api.addClass(name, picture), () => {
     get("new-name").value = "";
-    put();
+    clearSubject();
   });
 }
 
-// Put what is in hand away once it has been taught: a clean pad, or the next picture.
-function put() {
+// After a picture was added to a class: clear the pad, or select the next picture.
+function clearSubject() {
   if (inHand) {
     const place = pictures.indexOf(inHand);
     forget(inHand);
@@ -104,26 +109,26 @@ function put() {
 // ------------------------------------------------------------------------------------------- answers
 
 let wanted = false;
-let looking = null;
+let updating = null;
 
-// Ask about what is in hand. While an answer is under way, only the newest question waits.
-function look() {
+// Classify the subject. While a request is running, at most one further request waits: the newest.
+function updateAnswer() {
   wanted = true;
-  looking ??= (async () => {
+  updating ??= (async () => {
     while (wanted) {
       wanted = false;
-      await lookOnce();
+      await updateAnswerOnce();
     }
-  })().finally(() => { looking = null; });
-  return looking;
+  })().finally(() => { updating = null; });
+  return updating;
 }
 
-async function lookOnce() {
+async function updateAnswerOnce() {
   const subject = inHand;
   const file = await current();
-  if (!desk) return; // it looks again once the state is there
+  if (!desk) return; // it is called again when the state has arrived
   if (!file) return showAbout(null);
-  const answer = await tried(() => api.ask(file));
+  const answer = await attempt(() => api.ask(file));
   if (subject !== inHand || (!subject && pad.empty)) return;
   if (subject && answer) subject.answer = answer;
   showAbout(answer);
@@ -136,13 +141,13 @@ function showAbout(answer) {
 }
 
 async function ask(picture) {
-  const answer = await tried(() => api.ask(picture.file));
+  const answer = await attempt(() => api.ask(picture.file));
   if (!answer) return forget(picture);
   picture.answer = answer;
   showPictures();
 }
 
-// ------------------------------------------------------------------------------------------- what is in hand
+// ------------------------------------------------------------------------------------------- the subject and the pictures
 
 function showHand() {
   const some = Boolean(inHand) || !pad.empty;
@@ -159,7 +164,7 @@ function showHand() {
   }
 }
 
-// Formats that the browser cannot show, the server can.
+// If the browser cannot show a format, the server sends the picture as PNG.
 get("pad-picture").addEventListener("error", () => {
   const shown = get("pad-picture");
   if (inHand?.answer && shown.src !== inHand.answer.shown) shown.src = inHand.answer.shown;
@@ -171,7 +176,7 @@ function select(picture) {
   showHand();
   showPictures();
   if (picture?.answer) showAbout(picture.answer);
-  else look();
+  else updateAnswer();
 }
 
 function showPictures() {
@@ -196,8 +201,8 @@ function showPictures() {
   );
 }
 
-async function bring(files) {
-  if (files.length > MOST_ASKED) say(`${files.length} pictures were dropped; the first ${MOST_ASKED} are looked at.`);
+async function addPictures(files) {
+  if (files.length > MOST_ASKED) showError(`${files.length} pictures were dropped; only the first ${MOST_ASKED} are classified.`);
   for (const file of files.slice(0, MOST_ASKED)) {
     if (pictures.length >= MOST_ASKED) forget(pictures[0]);
     const picture = { key: ++keys, file, url: URL.createObjectURL(file), answer: null };
@@ -215,7 +220,7 @@ function forget(picture) {
 }
 
 async function teachAll(number, files) {
-  for (const file of files) if (!await tried(async () => take(await api.addPicture(number, file)) ?? true)) break;
+  for (const file of files) if (!await attempt(async () => showState(await api.addPicture(number, file)) ?? true)) break;
   await changed(api.state);
 }
 
@@ -232,7 +237,7 @@ async function teachFolders(classes) {
 function showSettings() {
   const { model, none } = desk;
   fill(get("model"), desk.models.map((name) => [name, name === "automatic" ? "chosen for the pictures" : name]), model.asked);
-  fill(get("rate"), none.rates.map((rate) => [rate, rate ? `${Math.round(100 * rate)} % false alarms` : "never said"]), none.rate);
+  fill(get("rate"), none.rates.map((rate) => [rate, rate ? `${Math.round(100 * rate)} % false alarms` : "never"]), none.rate);
   get("save").hidden = !desk.ready;
   const calibrated = model.temperature !== null && model.temperature !== 1;
   get("used").textContent = `${model.used}, trained on ${model.training}${calibrated ? "; calibrated probabilities" : ""}`;
@@ -240,7 +245,7 @@ function showSettings() {
     model.why,
     calibrated ? `Scores are divided by ${model.temperature.toPrecision(3)} before they become probabilities, as the model's card says.` : "",
     none.why || (desk.ready && none.rate ? none.why_not : ""),
-    "Before a model of drawings sees a picture, its paper is evened out, its ink is found and brought to the middle, and its strokes get the width of the training's pen.",
+    "For a model of drawings, the paper of a picture is evened out, its ink is moved to the middle, and its strokes get the width of the training pictures.",
   ];
   get("why").replaceChildren(...why.filter(Boolean).map((text) => make("li", {}, text)));
 }
@@ -261,7 +266,7 @@ get("choose").addEventListener("click", () => { adding = null; get("files").clic
 get("files").addEventListener("change", async (event) => {
   const files = [...event.target.files];
   event.target.value = "";
-  await (adding ? teachAll(adding, files) : bring(files));
+  await (adding ? teachAll(adding, files) : addPictures(files));
 });
 get("teach").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -273,9 +278,9 @@ get("clear-asked").addEventListener("click", () => { for (const picture of [...p
 get("doodles").addEventListener("click", async () => {
   for (const [name, strokes] of Object.entries(DOODLES)) {
     const picture = await drawn(strokes);
-    if (!await tried(async () => take(await api.addClass(name, picture)) ?? true)) break;
+    if (!await attempt(async () => showState(await api.addClass(name, picture)) ?? true)) break;
   }
-  await look();
+  await updateAnswer();
 });
 
 document.addEventListener("keydown", (event) => {
@@ -289,7 +294,7 @@ document.addEventListener("keydown", (event) => {
 
 document.addEventListener("paste", (event) => {
   const files = pasted(event.clipboardData);
-  if (files.length) bring(files);
+  if (files.length) addPictures(files);
 });
 
 let inside = 0;
@@ -316,12 +321,12 @@ document.addEventListener("drop", async (event) => {
   const onto = target(event);
   for (const one of get("classes").children) one.classList.remove("over");
   const { files, classes } = await dropped(event.dataTransfer);
-  if (!files.length && !Object.keys(classes).length) return say("There is no picture among what was dropped.");
+  if (!files.length && !Object.keys(classes).length) return showError("No picture was dropped.");
   await teachFolders(classes);
-  if (files.length) await (onto ? teachAll(Number(onto.dataset.class), files) : bring(files));
+  if (files.length) await (onto ? teachAll(Number(onto.dataset.class), files) : addPictures(files));
 });
 
-// ------------------------------------------------------------------------------------------- the beginning
+// ------------------------------------------------------------------------------------------- start
 
 followTheme(() => pad.paint())();
 changed(api.state);

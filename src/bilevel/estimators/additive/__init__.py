@@ -1,4 +1,4 @@
-"""Additive models: a curve for every column of numbers, a block for every column of categories, and pairs."""
+"""Additive models: a curve per numeric column, an effect per category, and interactions of pairs of columns."""
 
 from bilevel.estimators.additive.classifier import BilevelAdditiveClassifier
 from bilevel.estimators.additive.regressor import BilevelAdditiveRegressor

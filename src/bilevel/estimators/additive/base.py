@@ -1,4 +1,4 @@
-"""What the additive regressor and classifier share: from a table to terms, penalties and coefficients."""
+"""The base class of the additive regressor and classifier: from a table to terms, penalties and coefficients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from sklearn.utils.validation import _check_sample_weight, _check_y, check_consi
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.columns import as_categories, read_columns
-from bilevel.estimators.additive.design import Design, Piece, affordable, candidates
+from bilevel.estimators.additive.design import Design, Piece, candidates, feature_limit
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import REACH, NumericTerm
-from bilevel.estimators.additive.tuning import KindLevels, LeftOut, TunedPenalties, grouped, tune_each, tune_kinds
+from bilevel.estimators.additive.tuning import (
+    PENALTY_UNIT,
+    KindLevels,
+    LeftOut,
+    TunedPenalties,
+    grouped,
+    tune_each,
+    tune_kinds,
+)
 from bilevel.estimators.folds import Array
 from bilevel.estimators.search import SearchRecord
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
@@ -28,25 +36,25 @@ from bilevel.progress import heartbeat
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
 
-# Terms whose pairs are tried; the criterion must fall by this factor for pairs to be kept.
-CANDIDATES, WORTH = 12, 0.995
-# Of the search over log penalties: they begin close to where they should be.
+# Pairs of this number of terms are tried. They are kept if they multiply the criterion by less than `MAX_RATIO`.
+PAIRED_TERMS, MAX_RATIO = 12, 0.995
+# The first step of the search over log penalties. It is short because the search starts close to a minimum.
 FIRST_STEP = 0.3
-# The most rows that tune the penalties.
+# The penalties are tuned on at most this number of rows.
 TUNING_ROWS = 2000
 
 ARGUMENTS = """Args:
         pairs: "auto" for all pairs of the most important columns, kept if they lower the criterion; 0 for none; or a
             list of pairs of column names or positions.
-        categorical: "auto" for columns of text, categories or truth values; or names or positions of further columns.
+        categorical: "auto" for columns of text, categories or booleans; or names or positions of further columns.
         monotone: a dict from columns to 1 or -1, for effects that may only rise or only fall. These columns are in no
-            pair, and the penalties are those of the model without the constraint.
-        tether: how strongly penalties of one kind (slopes, curves, categories, …) are held together, in units of a
-            prior density 1/cosh of each log penalty. 0 lets them go, inf gives each kind one penalty.
+            pair. The penalties are those of the model without the constraint.
+        tether: how strongly penalties of one kind (slopes, curves, categories, …) are pulled towards one value, in
+            units of a prior density 1/cosh of each log penalty. 0 means no pull, inf gives each kind one penalty.
         max_iter: the most iterations of L-BFGS over the penalties.
         tol: stop when an iteration improves the criterion by less than this, relatively.
-        random_state: of the choice of rows that tune penalties, where all of them would take long.
-        verbose: None writes a line to standard error about a fit of more than two seconds, at intervals; False nothing.
+        random_state: the seed of the choice of rows that tune the penalties, for tables of more than 2,000 rows.
+        verbose: None writes progress lines to standard error if a fit takes more than two seconds. False writes none.
 """
 
 ATTRIBUTES = """Attributes:
@@ -54,7 +62,7 @@ ATTRIBUTES = """Attributes:
         penalties_: for every term, the penalty of each of its parts: "linear" (shrinkage of the slope), "curve"
             (roughness), "category", "missing", "product" and "surface" (of a pair).
         importance_: the standard deviation of every term's effect over the training rows.
-        intercept_: the prediction where all effects are zero.
+        intercept_: the prediction if all effects are zero.
         criterion_: the leave-one-out loss of the tuned model, per row.
         history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion with its
             hypergradient.
@@ -68,8 +76,8 @@ class BilevelAdditive(BaseEstimator):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        for place, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
-            cls.__doc__ = (cls.__doc__ or "").replace(place, text.strip())
+        for placeholder, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
+            cls.__doc__ = (cls.__doc__ or "").replace(placeholder, text.strip())
 
     def __init__(
         self,
@@ -107,142 +115,149 @@ class BilevelAdditive(BaseEstimator):
     def _weights(self, sample_weight: Any, columns: list[Array]) -> Array:
         weight = _check_sample_weight(sample_weight, columns[0], dtype=np.float64, ensure_non_negative=True)
         if not weight.sum() > 0:
-            raise BilevelError("All sample weights are zero, so there is nothing to fit; pass a positive one.")
+            raise BilevelError(
+                "All sample weights are zero, so no row can be fitted. Pass at least one positive weight."
+            )
         return weight
 
     def _tune(self, names: list[str], columns: list[Array], outputs: Array, weight: Array, loss: RowLoss) -> None:
         """Choose terms and penalties, and fit the coefficients to all rows.
 
         Args:
-            outputs: the targets, of shape rows × outputs; about their means for squared errors.
+            outputs: the targets, of shape rows × outputs. For squared errors they are centred.
         """
         self._check_settings()
-        with heartbeat(quiet=self.verbose is False) as say:
-            self._tuned(names, columns, outputs, weight, loss, say)
+        with heartbeat(quiet=self.verbose is False) as show:
+            self._tune_and_fit(names, columns, outputs, weight, loss, show)
 
-    def _tuned(
+    def _tune_and_fit(
         self,
         names: list[str],
         columns: list[Array],
         outputs: Array,
         weight: Array,
         loss: RowLoss,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
     ) -> None:
-        own_name = type(self).__name__
-        say(f"{own_name}: preparing")
+        model_name = type(self).__name__
+        show(f"{model_name}: preparing")
         used = weight > 0
         columns, outputs, weight = [column[used] for column in columns], outputs[used], weight[used]
-        some = self._rows_that_tune(len(weight))
-        rows = np.arange(len(weight)) if some is None else some
+        sample = self._tuning_rows(len(weight))
+        rows = np.arange(len(weight)) if sample is None else sample
         self._names = names
         self._signs = signs(self.monotone, self._position)
-        room = affordable(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
-        design = Design(columns, weight, _relevance(columns, outputs, weight), room)
+        max_features = feature_limit(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
+        design = Design(columns, weight, _relevance(columns, outputs, weight), max_features)
         blocks = design.blocks(columns)
-        record = SearchRecord(lambda n, value: say(f"{own_name}: {n} hypergradients, criterion {value:.6g}"))
+        record = SearchRecord(lambda n, value: show(f"{model_name}: {n} hypergradients, criterion {value:.6g}"))
         search = LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP)
 
-        def leveled(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, LeftOut, KindLevels]:
+        def tune_levels(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, LeftOut, KindLevels]:
             reduction = Reduction(X, design.pieces(), weight)
-            here = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
-            return reduction, here, tune_kinds(here, reduction.pieces, search, smaller)
+            left_out = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
+            return reduction, left_out, tune_kinds(left_out, reduction.pieces, search, smaller)
 
         X = design.matrix(blocks)
         if X.shape[1] == 0:
-            raise BilevelError("No column varies, so there is nothing to fit; pass columns with two or more values.")
-        reduction, left_out, levels = leveled(X)
+            raise BilevelError(
+                "Every column is constant, so there is nothing to fit. Pass columns with at least two values."
+            )
+        reduction, left_out, levels = tune_levels(X)
         importance = self._importance(design, X, reduction.expand(levels.tuned.w, X.shape[1]), weight)
-        chosen = self._chosen_pairs(design, importance[: len(design.terms)], room - reduction.size)
+        chosen = self._chosen_pairs(design, importance[: len(design.terms)], max_features - reduction.size)
         if chosen:
             design.add_pairs(chosen, blocks, weight)
-            paired = design.matrix(blocks)
-            more = leveled(paired, levels)
-            if self.pairs != "auto" or more[2].tuned.value < WORTH * levels.tuned.value:
-                X, (reduction, left_out, levels) = paired, more
+            X_pairs = design.matrix(blocks)
+            with_pairs = tune_levels(X_pairs, levels)
+            if self.pairs != "auto" or with_pairs[2].tuned.value < MAX_RATIO * levels.tuned.value:
+                X, (reduction, left_out, levels) = X_pairs, with_pairs
             else:
                 design.pairs = []
         tuned = tune_each(left_out, reduction.pieces, float(self.tether), search, levels)
         self._design, self._pieces = design, design.pieces()
-        whole = LeftOut(reduction.features(X), outputs, weight, loss)
+        all_rows = LeftOut(reduction.features(X), outputs, weight, loss)
         own, _, kinds, _ = grouped(reduction.pieces)
         self.outcome_ = tuned.outcome
-        if some is not None:
-            tuned = whole.evaluate(whole.problem(own, kinds), tuned.lam)
+        if sample is not None:
+            tuned = all_rows.evaluate(all_rows.problem(own, kinds), tuned.lam)
         self.criterion_ = tuned.value
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
-        self.method_ = f"{type(whole.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
+        self.method_ = f"{type(all_rows.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
         if self._signs:
-            tuned.w = self._constrained(whole, tuned, reduction, whole.problem(own, kinds))
+            tuned.w = self._constrained(all_rows, tuned, reduction, all_rows.problem(own, kinds))
         self._seen = [column if column.dtype == np.float64 else None for column in columns]
-        self._finish(whole, tuned, reduction, X, own)
+        self._finish(all_rows, tuned, reduction, X, own)
 
-    def _constrained(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
-        """The coefficients with the effects that are asked for monotone."""
-        if whole.outputs.shape[1] > 1:
+    def _constrained(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
+        """The coefficients under the constraints of `monotone`."""
+        if all_rows.outputs.shape[1] > 1:
             raise BilevelError(
-                "monotone= needs a number or two classes as the target: of several classes' effects, not all can rise."
+                "monotone= needs a numeric target or two classes: with more classes, not all their effects can rise. "
+                "Leave monotone= out."
             )
         grids: list[list[Array]] = [[], []]
         for index, sign in self._signs.items():
             term = self._design.terms[index]
             if not isinstance(term, NumericTerm):
                 raise BilevelError(
-                    f"Column {self._names[index]!r} holds categories, which have no order; leave it out of monotone=."
+                    f"Column {self._names[index]!r} holds categories, which have no order. Leave it out of monotone=."
                 )
             if term.varies:
-                rows = reduction.rows(places(self._pieces)[index])
+                rows = reduction.rows(term_slices(self._pieces)[index])
                 for grid, points in zip(grids, (POINTS, FINE), strict=True):
                     grid.append(increments(term, sign, points) @ rows)
         if not grids[0]:
             return tuned.w
-        model = LinearModels(whole.loss, problem.inner.penalty, not whole.squares)
-        batch = tuple(torch.from_numpy(part) for part in (whole.X, whole.outputs.T.copy(), whole.weight[None]))
-        spare = np.zeros((1, int(not whole.squares)))
-        coarse, fine = (np.vstack([np.hstack([part, spare.repeat(len(part), 0)]) for part in grid]) for grid in grids)
+        model = LinearModels(all_rows.loss, problem.inner.penalty, not all_rows.squares)
+        batch = tuple(torch.from_numpy(part) for part in (all_rows.X, all_rows.outputs.T.copy(), all_rows.weight[None]))
+        intercept_column = np.zeros((1, int(not all_rows.squares)))
+        coarse, fine = (
+            np.vstack([np.hstack([part, intercept_column.repeat(len(part), 0)]) for part in grid]) for grid in grids
+        )
         w = constrained(PenalisedRows(model, batch, tuned.lam), tuned.w[0].numpy(), coarse, fine)  # type: ignore[arg-type]
         for index, sign in self._signs.items():
-            lift(w, self._design.terms[index], sign, reduction, places(self._pieces).get(index))
+            lift(w, self._design.terms[index], sign, reduction, term_slices(self._pieces).get(index))
         return torch.from_numpy(w)[None]
 
-    def _finish(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
-        """Coefficients, penalties and what intervals need."""
+    def _finish(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
+        """Set the coefficients, the penalties, the importances and the covariance of the coefficients."""
         size = X.shape[1]
         self._coef = reduction.expand(tuned.w, size)
         self._reduction = reduction
-        self.intercept_ = np.zeros(len(self._coef)) if whole.squares else tuned.w[:, -1].numpy().copy()
-        alpha = 0.01 * whole.total * np.exp(tuned.lam.numpy())
+        self.intercept_ = np.zeros(len(self._coef)) if all_rows.squares else tuned.w[:, -1].numpy().copy()
+        alpha = PENALTY_UNIT * all_rows.total * np.exp(tuned.lam.numpy())
         labels = [*self._names, *(f"{self._names[p.first]} × {self._names[p.second]}" for p in self._design.pairs)]
         self.terms_ = labels
         self.penalties_: dict[str, dict[str, float]] = {label: {} for label in labels}
         for piece in self._pieces:
             self.penalties_[labels[piece.term]][piece.kind] = float(alpha[piece.penalty])
-        spread = self._importance(self._design, X, self._coef, whole.weight)
-        self.importance_ = dict(zip(labels, spread.tolist(), strict=True))
-        self._keep_covariance(whole, tuned, reduction, alpha[own])
+        importance = self._importance(self._design, X, self._coef, all_rows.weight)
+        self.importance_ = dict(zip(labels, importance.tolist(), strict=True))
+        self._keep_covariance(all_rows, tuned, reduction, alpha[own])
 
-    def _keep_covariance(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         raise NotImplementedError
 
     def _importance(self, design: Design, X: Array, coef: Array, weight: Array) -> Array:
-        """The deviation of every term's effect, the largest over outputs."""
+        """The standard deviation of every term's effect, the largest over the outputs."""
         share = weight / weight.sum()
-        found = np.zeros(len(design.terms) + len(design.pairs))
-        for index, where in places(design.pieces()).items():
+        deviations = np.zeros(len(design.terms) + len(design.pairs))
+        for index, where in term_slices(design.pieces()).items():
             effect = X[:, where] @ coef[:, where].T
             effect = effect - share @ effect
-            found[index] = np.sqrt(share @ effect**2).max()
-        return found
+            deviations[index] = np.sqrt(share @ effect**2).max()
+        return deviations
 
     def _chosen_pairs(self, design: Design, importance: Array, room: int) -> list[tuple[int, int]]:
         if isinstance(self.pairs, str):
-            return candidates(design, importance, CANDIDATES, set(self._signs), room)
+            return candidates(design, importance, PAIRED_TERMS, set(self._signs), room)
         if isinstance(self.pairs, (int, np.integer)):
             return []
         chosen = [(self._position(one), self._position(two)) for one, two in self.pairs]
-        held = [self._names[k] for pair in chosen for k in pair if k in self._signs]
-        if held:
-            raise BilevelError(f"Column {held[0]!r} is in monotone= and in pairs=; leave it out of one of them.")
+        both = [self._names[k] for pair in chosen for k in pair if k in self._signs]
+        if both:
+            raise BilevelError(f"Column {both[0]!r} is in monotone= and in pairs=. Leave it out of one of them.")
         return chosen
 
     def _position(self, key: Any) -> int:
@@ -250,27 +265,29 @@ class BilevelAdditive(BaseEstimator):
             return int(key)
         if str(key) in self._names:
             return self._names.index(str(key))
-        raise BilevelError(f"{key!r} is no column; the columns are {', '.join(self._names[:20])}.")
+        raise BilevelError(f"{key!r} is not a column. The columns are {', '.join(self._names[:20])}.")
 
-    def _rows_that_tune(self, count: int) -> Array | None:
+    def _tuning_rows(self, count: int) -> Array | None:
         if count <= TUNING_ROWS:
             return None
         return np.sort(check_random_state(self.random_state).permutation(count)[:TUNING_ROWS])
 
     def _check_settings(self) -> None:
         if not isinstance(self.tether, Real) or not float(self.tether) >= 0:
-            raise BilevelError(f"tether={self.tether!r} is not a strength; pass a number ≥ 0 (inf for one per kind).")
+            raise BilevelError(
+                f"tether={self.tether!r} is not possible. Pass a number ≥ 0 (inf for one penalty per kind)."
+            )
         if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
-            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations; pass an int ≥ 1.")
+            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations. Pass an int ≥ 1.")
         if not isinstance(self.tol, Real) or not self.tol >= 0:
-            raise BilevelError(f"tol={self.tol!r} is not a tolerance; pass a number ≥ 0.")
+            raise BilevelError(f"tol={self.tol!r} is not a tolerance. Pass a number ≥ 0.")
         auto = isinstance(self.pairs, str) and self.pairs == "auto"
         none = isinstance(self.pairs, (int, np.integer)) and self.pairs == 0
         listed = isinstance(self.pairs, (list, tuple)) and all(
             isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in self.pairs
         )
         if not auto and not none and not listed:
-            raise BilevelError(f"pairs={self.pairs!r} is not known; pass 'auto', 0, or a list of pairs of columns.")
+            raise BilevelError(f"pairs={self.pairs!r} is not possible. Pass 'auto', 0, or a list of pairs of columns.")
 
     def _check_fitted(self) -> None:
         check_is_fitted(self)
@@ -291,19 +308,19 @@ class BilevelAdditive(BaseEstimator):
     def _contributions(self, X: Any) -> Array:
         """The effect of every term on every row and output, of shape rows × terms × outputs."""
         features = self._features(X)
-        found = np.zeros((len(features), len(self.terms_), len(self._coef)))
-        for index, where in places(self._pieces).items():
-            found[:, index] = features[:, where] @ self._coef[:, where].T
-        return found
+        contributions = np.zeros((len(features), len(self.terms_), len(self._coef)))
+        for index, where in term_slices(self._pieces).items():
+            contributions[:, index] = features[:, where] @ self._coef[:, where].T
+        return contributions
 
 
-def places(pieces: list[Piece]) -> dict[int, slice]:
-    """Where the features of every term are."""
-    found: dict[int, slice] = {}
+def term_slices(pieces: list[Piece]) -> dict[int, slice]:
+    """The slice of every term's features in the matrix, by the index of the term."""
+    slices: dict[int, slice] = {}
     for piece in pieces:
-        begin = found[piece.term].start if piece.term in found else piece.where.start
-        found[piece.term] = slice(begin, piece.where.stop)
-    return found
+        begin = slices[piece.term].start if piece.term in slices else piece.where.start
+        slices[piece.term] = slice(begin, piece.where.stop)
+    return slices
 
 
 def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
@@ -311,7 +328,7 @@ def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
     share = weight / weight.sum()
     y = outputs - share @ outputs
     y = y / np.sqrt(np.maximum(share @ y**2, 1e-300))
-    found = np.zeros(len(columns))
+    relevance = np.zeros(len(columns))
     for j, column in enumerate(columns):
         if column.dtype == np.float64:
             x = np.where(np.isnan(column), np.nanmean(column) if not np.isnan(column).all() else 0.0, column)
@@ -319,18 +336,20 @@ def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
             x = x / math.sqrt(max(float(share @ x**2), 1e-300))
             square = x**2 - 1
             square = square / math.sqrt(max(float(share @ square**2), 1e-300))
-            found[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
-    return found
+            relevance[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
+    return relevance
 
 
 def _converted(column: Array, numbers: bool, name: str) -> Array:
-    """A column of new rows as the training rows had it: numbers, or categories."""
+    """A column of new rows, converted to the kind that it had in training: numbers or categories."""
     if not numbers:
         return as_categories(column)
     try:
         return np.array([np.nan if value is None else float(value) for value in column], dtype=np.float64)
     except ValueError as error:
-        raise BilevelError(f"Column {name!r} held numbers when the model was fitted, and holds text now.") from error
+        raise BilevelError(
+            f"Column {name!r} held numbers when the model was fitted, but now it holds text. Pass numbers."
+        ) from error
 
 
 def inverse_hessian(X: Array, weight: Array, alpha: Array) -> Array:

@@ -11,7 +11,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from typing_extensions import Self
 
 from bilevel.estimators.additive.columns import read_columns
-from bilevel.estimators.additive.effects import DOUBT, AdditiveEffects
+from bilevel.estimators.additive.effects import BAND_FACTOR, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped
 from bilevel.estimators.class_scores import ClassScores
@@ -24,14 +24,14 @@ from bilevel.structures.losses import LogLoss
 class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
     """log-odds = b + Σ_j f_j(x_j) + Σ_(j,k) f_jk(x_j, x_k), binary or multinomial, all penalties tuned together.
 
-    The terms are those of `BilevelAdditiveRegressor`; with more than two classes, every class has effects of its own,
-    and penalties are shared. The penalties minimise the leave-one-out log-loss, with one Newton step for each row that
-    is left out.
+    The terms are those of `BilevelAdditiveRegressor`. With more than two classes, every class has its own effects, and
+    the classes share the penalties. The penalties minimise the leave-one-out log-loss, which is approximated by one
+    Newton step for each row that is left out.
 
     {arguments}
 
     {attributes}
-        classes_: the classes.
+        classes_: the classes, sorted.
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -43,7 +43,7 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties and fit all rows; a row of weight 2 counts as two rows."""
+        """Tune the penalties, then fit all rows. `sample_weight` weights rows in the fit and in the criterion."""
         names, columns = read_columns(self, X, self.categorical, reset=True)
         y = self._target(y, columns)
         check_classification_targets(y)
@@ -52,15 +52,15 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
         self._tune(names, columns, outputs, weight, LogLoss())
         return self
 
-    def _keep_covariance(self, whole: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
-        """The inverse Hessian of every output's coefficients; its blocks give the bands of the effects."""
+    def _keep_covariance(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+        """Set the covariance of every output's coefficients, for the bands of the effects."""
         own, _, kinds, _ = grouped(reduction.pieces)
-        model = whole.problem(own, kinds).inner
+        model = all_rows.problem(own, kinds).inner
         assert isinstance(model, LinearModels)
-        rows = PenalisedRows(model, whole.train, tuned.lam - math.log(DOUBT))
+        rows = PenalisedRows(model, all_rows.train, tuned.lam - math.log(BAND_FACTOR))
         inverse = torch.linalg.inv(rows.hessians(rows.scores(tuned.w[None]))[0]).numpy()
         size = len(alpha)
         starts = range(0, len(inverse), size + 1)
         self._inverses = np.stack([inverse[at : at + size, at : at + size] for at in starts])
         self._deviation, self._points_are_residuals = 1.0, False
-        self._left = np.zeros((len(whole.weight), len(self._inverses)))
+        self._left = np.zeros((len(all_rows.weight), len(self._inverses)))

@@ -1,4 +1,4 @@
-"""The columns of a table as arrays: numbers with NaN, or categories as text with None, where a value is missing."""
+"""The columns of a table as arrays: numbers (NaN if missing), or categories as text (None if missing)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tu
     """The names of the columns and their values: float64 for numbers, object for categories.
 
     Args:
-        estimator: remembers the names and the number of the columns, or compares them, as scikit-learn's do.
-        categorical: "auto" for the columns that hold text, categories or truth values; or names or positions of
-            further columns that hold categories.
+        estimator: stores the names and the number of the columns if `reset`; otherwise they are compared with it.
+        categorical: "auto" for the columns that hold text, categories or booleans; or names or positions of further
+            columns that hold categories.
         reset: whether this is the table to fit.
     """
     if hasattr(X, "columns") and hasattr(X, "iloc"):
@@ -26,24 +26,24 @@ def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tu
         check_array(np.zeros(X.shape), ensure_min_samples=2 if reset else 1)
         names = [str(name) for name in X.columns]
         columns = [X.iloc[:, j] for j in range(X.shape[1])]
-        arrays = [_of_series(column) for column in columns]
+        arrays = [_from_series(column) for column in columns]
     else:
         values = validate_data(
             estimator, X, dtype=None, ensure_all_finite="allow-nan", ensure_min_samples=2 if reset else 1, reset=reset
         )
         names = [f"x{j}" for j in range(values.shape[1])]
-        arrays = [_of_array(values[:, j]) for j in range(values.shape[1])]
+        arrays = [_from_array(values[:, j]) for j in range(values.shape[1])]
     for j in _positions(categorical, names):
         arrays[j] = as_categories(arrays[j])
     numeric = [array for array in arrays if array.dtype == np.float64]
     if numeric:
-        # Refuses infinite numbers in scikit-learn's own words.
+        # Refuses infinite numbers with scikit-learn's error message.
         check_array(np.column_stack(numeric), ensure_all_finite="allow-nan", estimator=type(estimator).__name__)
     return names, arrays
 
 
-def _of_series(column: Any) -> Array:
-    """A DataFrame's column."""
+def _from_series(column: Any) -> Array:
+    """The values of a DataFrame's column."""
     kind = getattr(column.dtype, "kind", "O")
     if kind == "c":
         raise ValueError("Complex data not supported")
@@ -51,13 +51,13 @@ def _of_series(column: Any) -> Array:
         return np.asarray(column.to_numpy(dtype=np.float64, na_value=np.nan))
     if kind in "mM":
         raise BilevelError(
-            f"Column {column.name!r} holds dates; pass numbers made from them, such as the year or days since a date."
+            f"Column {column.name!r} holds dates. Pass numbers instead, such as the year or the days since a date."
         )
-    return _of_array(np.array([None if _is_missing(value) else value for value in column], dtype=object))
+    return _from_array(np.array([None if _is_missing(value) else value for value in column], dtype=object))
 
 
-def _of_array(values: Array) -> Array:
-    """A column of an array: numbers where all that is there can be read as numbers, categories otherwise."""
+def _from_array(values: Array) -> Array:
+    """The values of an array's column: numbers if all present values are numbers, categories otherwise."""
     if values.dtype.kind == "b":
         return as_categories(values.astype(object))
     if values.dtype.kind in "OUS":
@@ -69,13 +69,13 @@ def _of_array(values: Array) -> Array:
 
 
 def as_categories(values: Array) -> Array:
-    """Categories as text; whole numbers without a decimal point, so that 1 and 1.0 are one category."""
+    """Categories as text. Integers have no decimal point, so that 1 and 1.0 are one category."""
     return np.array([None if _is_missing(value) else _text(value) for value in values], dtype=object)
 
 
 def _text(value: Any) -> str:
-    whole = isinstance(value, (float, np.floating)) and float(value).is_integer()
-    return str(int(value)) if whole else str(value)
+    is_integer = isinstance(value, (float, np.floating)) and float(value).is_integer()
+    return str(int(value)) if is_integer else str(value)
 
 
 def _is_missing(value: Any) -> bool:
@@ -90,14 +90,14 @@ def _positions(categorical: Any, names: list[str]) -> list[int]:
     """The positions of the columns that `categorical` lists."""
     if isinstance(categorical, str) and categorical == "auto":
         return []
-    found = []
+    positions = []
     for key in np.atleast_1d(np.asarray(categorical, dtype=object)):
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < len(names):
-            found.append(int(key))
+            positions.append(int(key))
         elif str(key) in names:
-            found.append(names.index(str(key)))
+            positions.append(names.index(str(key)))
         else:
             raise BilevelError(
-                f"categorical lists {key!r}, which is no column; the columns are {', '.join(names[:20])}."
+                f"categorical lists {key!r}, which is not a column. The columns are {', '.join(names[:20])}."
             )
-    return found
+    return positions

@@ -1,4 +1,4 @@
-"""Effects that may only rise, or only fall: the fit under linear constraints, by its dual."""
+"""Monotone effects: the fit under linear constraints, by its dual problem."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from bilevel.estimators.additive.terms import NumericTerm
 from bilevel.estimators.folds import Array
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 
-# Points of a curve whose order is prescribed at first; a finer grid finds those that have to be added.
+# A curve is first constrained at `POINTS` points. A grid of `FINE` points finds further constraints, for at most
+# `ROUNDS` rounds. `STEPS` is the largest number of Newton steps of a fit.
 POINTS, FINE, ROUNDS, STEPS = 40, 400, 10, 30
 
-# The increments of constrained curves between neighbouring points, as rows that multiply the coefficients.
+# Each row times the coefficients is an increment of a constrained curve between neighbouring points.
 Rows = Array
 
 
 def increments(term: NumericTerm, sign: int, points: int) -> Array:
     """Differences of the features between neighbouring points of a grid, times the sign of the slope.
 
-    The grid reaches beyond the range of the training rows, where curves are linear: so they are monotone everywhere.
+    The grid extends beyond the range of the training rows. Curves are linear there, so they are monotone everywhere.
     """
     low, high = term.range
     margin = 0.01 * (high - low)
     grid = np.linspace(low - margin, high + margin, points)
-    # A missing value's effect does not depend on the value, and its increments are zero.
+    # The effect of a missing value is constant, so its increments are zero.
     return sign * np.diff(np.hstack(term.features(grid)), axis=0)
 
 
 def constrained(rows: PenalisedRows, w: Array, coarse: Rows, fine: Rows) -> Array:
-    """The w that minimises the penalised loss of one fold and output with `fine @ w` ≥ 0.
+    """The w that minimises the penalised loss of one output subject to `fine @ w` ≥ 0.
 
     Sequential quadratic programming: each Newton model is minimised under the constraints by non-negative least squares
-    in its dual variables. Constraints of the fine grid join the coarse ones when a solution violates them.
+    in its dual variables. Constraints of the fine grid are added to the coarse ones when a solution violates them.
     """
     active = coarse
     for _ in range(ROUNDS):
         w = _minimised(rows, w, active)
         slack = fine @ w
-        broken = slack < -1e-9 * max(float(np.abs(slack).max()), 1e-300)
-        if not broken.any():
+        violated = slack < -1e-9 * max(float(np.abs(slack).max()), 1e-300)
+        if not violated.any():
             return w
-        active = np.vstack([active, fine[broken]])
+        active = np.vstack([active, fine[violated]])
     raise BilevelError(
         f"No monotone curve was found on {FINE} points in {ROUNDS} rounds. Leave one column out of monotone=, or scale "
         "the target."
@@ -61,26 +62,26 @@ def _minimised(rows: PenalisedRows, w: Array, constraints: Rows) -> Array:
         point = torch.from_numpy(at).reshape(shape)
         return float(rows.values(point, rows.scores(point))[0])
 
-    # The first point must meet the constraints, for the line search; no effect at all does.
-    w = w if (constraints @ w >= 0).all() else _without(w, constraints)
+    # The line search needs a feasible start. Zero effects are feasible.
+    w = w if (constraints @ w >= 0).all() else _with_zero_effects(w, constraints)
     for _ in range(STEPS):
         point = torch.from_numpy(w).reshape(shape)
         scores = rows.scores(point)
         hessian, slope = rows.hessians(scores)[0].numpy(), rows.slope(point, scores).reshape(-1).numpy()
         target = _projected(hessian, w - np.linalg.solve(hessian, slope), constraints)
         step = target - w
-        here, size, promised = value(w), 1.0, float(-slope @ step)
-        while value(w + size * step) > here - 1e-4 * size * max(promised, 0.0) and size > 1e-8:
+        here, size, predicted = value(w), 1.0, float(-slope @ step)
+        while value(w + size * step) > here - 1e-4 * size * max(predicted, 0.0) and size > 1e-8:
             size /= 2
         if size <= 1e-8:
             return w
         w = w + size * step
-        if promised <= 1e-12 * max(abs(here), 1e-300):
+        if predicted <= 1e-12 * max(abs(here), 1e-300):
             return w
     return w
 
 
-def _without(w: Array, constraints: Rows) -> Array:
+def _with_zero_effects(w: Array, constraints: Rows) -> Array:
     return np.where(np.abs(constraints).sum(0) > 0, 0.0, w)
 
 
@@ -94,7 +95,7 @@ def _projected(hessian: Array, w: Array, constraints: Rows) -> Array:
 
 
 def lift(w: Array, term: Any, sign: int, reduction: Reduction, where: slice | None) -> None:
-    """Add to a slope what a curve lacks between the points of the fine grid, some 1e-6 of it, in place."""
+    """Raise a slope in place until the curve is monotone between the points of the fine grid, by about 1e-6 of it."""
     if where is None or reduction.rotation is not None:
         return
     rises = increments(term, sign, 20 * FINE)
@@ -108,7 +109,7 @@ def signs(monotone: object, position: Callable[[object], int]) -> dict[int, int]
         return {}
     if not isinstance(monotone, dict) or not all(sign in (1, -1) for sign in monotone.values()):
         raise BilevelError(
-            f"monotone={monotone!r} is not known; pass a dict from columns to 1 (rising) or -1 (falling), such as "
+            f"monotone={monotone!r} is not possible. Pass a dict from columns to 1 (rising) or -1 (falling), such as "
             "{'age': 1}."
         )
     return {position(key): int(sign) for key, sign in monotone.items()}

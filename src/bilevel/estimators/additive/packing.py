@@ -1,4 +1,4 @@
-"""A fitted additive model as plain data and arrays, for a file, and back. No code is stored, and none is run."""
+"""A fitted additive model as JSON data and arrays, for a file, and back. No code is stored, and none is run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODELS: dict[str, type[AdditiveEffects]] = {
     "classifier": BilevelAdditiveClassifier,
     "regressor": BilevelAdditiveRegressor,
 }
-# The classes that may be in a file, and the attributes of each that are stored, as far as an object has them.
+# The classes that may be in a file, and the attributes of each that are stored if an object has them.
 STORED: dict[Any, tuple[str, ...]] = {
     Part: ("kind", "size"),
     Piece: ("term", "kind", "where", "penalty"),
@@ -32,7 +32,7 @@ STORED: dict[Any, tuple[str, ...]] = {
     Design: ("one_slope", "terms", "pairs"),
     Reduction: ("mean", "rotation", "columns", "others", "pieces", "size"),
 }
-NAMED = {kind.__name__: kind for kind in STORED}
+CLASSES = {kind.__name__: kind for kind in STORED}
 FITTED = (
     "n_features_in_", "feature_names_in_", "classes_", "intercept_", "terms_", "penalties_", "importance_",
     "criterion_", "history_", "n_iter_", "method_", "outcome_", "degrees_of_freedom_",
@@ -42,7 +42,7 @@ FITTED = (
 
 
 def packed_additive(model: AdditiveEffects) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Facts for JSON, and arrays of numbers. The training rows are not among them: plots of the model have no dots."""
+    """Data for JSON, and numeric arrays. Training rows are not stored, so plots of the loaded model show none."""
     kind = next(name for name, one in MODELS.items() if type(model) is one)
     arrays: dict[str, Array] = {}
     state = {name: _plain(getattr(model, name), name, arrays) for name in FITTED if hasattr(model, name)}
@@ -50,7 +50,7 @@ def packed_additive(model: AdditiveEffects) -> tuple[dict[str, Any], dict[str, A
 
 
 def unpacked_additive(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> AdditiveEffects:
-    """The fitted model. A file that lacks something raises KeyError, TypeError or ValueError."""
+    """The fitted model. An incomplete file raises KeyError, TypeError or ValueError."""
     model = MODELS[facts["model"]](**_object(facts["settings"], arrays))
     for name in FITTED:
         if name in facts["state"]:
@@ -62,7 +62,7 @@ def unpacked_additive(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 
 
 def _plain(value: Any, name: str, arrays: dict[str, Array]) -> Any:
-    """What JSON can hold; arrays of numbers are put aside under their name."""
+    """`value` as JSON data. Numeric arrays are moved to `arrays`, under their name."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OU":
             return {"texts": value.tolist(), "objects": value.dtype.kind == "O"}
@@ -71,53 +71,54 @@ def _plain(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     if isinstance(value, Outcome):
         return {"outcome": [value.kind, str(value)]}
     if type(value) in STORED:
-        held = {
+        state = {
             key: _plain(getattr(value, key), f"{name}.{key}", arrays)
             for key in STORED[type(value)]
             if hasattr(value, key)
         }
-        return {"class": type(value).__name__, "state": held}
+        return {"class": type(value).__name__, "state": state}
     if isinstance(value, Mapping):
         pairs = [[key, _plain(one, f"{name}.{place}", arrays)] for place, (key, one) in enumerate(value.items())]
         return {"pairs": pairs}
     if isinstance(value, (list, tuple)):
-        found = [_plain(one, f"{name}.{place}", arrays) for place, one in enumerate(value)]
-        return {"tuple": found} if isinstance(value, tuple) else found
+        items = [_plain(one, f"{name}.{place}", arrays) for place, one in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, slice):
         return {"slice": [value.start, value.stop]}
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is not None and not isinstance(value, (bool, int, float, str)):
-        raise TypeError(f"{name} is {value!r}, which a file of the model cannot hold")
+        raise TypeError(f"{name} is {value!r}, which cannot be stored in a model file")
     return value
 
 
 def _object(value: Any, arrays: Mapping[str, Array]) -> Any:
+    """The inverse of `_plain`."""
     if isinstance(value, list):
         return [_object(one, arrays) for one in value]
     if not isinstance(value, dict):
         return value
     match value:
-        case {"array": name, "whole": whole}:
-            return arrays[name].astype(int) if whole else arrays[name]
+        case {"array": name, "whole": is_integer}:
+            return arrays[name].astype(int) if is_integer else arrays[name]
         case {"texts": texts, "objects": objects}:
             return np.array(texts, dtype=object if objects else str)
         case {"outcome": [kind, sentence]}:
             return Outcome(kind, sentence)
-        case {"class": name, "state": held}:
-            stored = NAMED[name]
+        case {"class": name, "state": state}:
+            stored = CLASSES[name]
             made = stored.__new__(stored)
             for key in STORED[stored]:
-                if key in held:
-                    object.__setattr__(made, key, _object(held[key], arrays))
+                if key in state:
+                    object.__setattr__(made, key, _object(state[key], arrays))
             return made
         case {"pairs": pairs}:
             return {key: _object(one, arrays) for key, one in pairs}
-        case {"tuple": found}:
-            return tuple(_object(one, arrays) for one in found)
+        case {"tuple": items}:
+            return tuple(_object(item, arrays) for item in items)
         case {"slice": [start, stop]}:
             return slice(start, stop)
         case {"float": text}:
             return float(text)
-    raise ValueError(f"it holds {sorted(value)}, which is nothing that a model is made of")
+    raise ValueError(f"it holds an entry with the unknown keys {sorted(value)}")

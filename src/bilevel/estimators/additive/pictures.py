@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilevel.estimators.additive.effects import AdditiveEffects, Effect, is_pair
+from bilevel.estimators.additive.effects import AdditiveEffects, Effect, as_pair
 from bilevel.estimators.additive.terms import CategoryTerm
 from bilevel.plotting import BLUE, GREY, new_figure, style
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure | None = None) -> Figure:
     """One panel for each term: a curve with its band and the training values, categories, or a pair's surface."""
-    across = min(4, max(len(terms), 1))
-    down = max(1, math.ceil(len(terms) / across))
+    columns = min(4, max(len(terms), 1))
+    rows = max(1, math.ceil(len(terms) / columns))
     with style():
-        figure = new_figure(3.1 * across, 2.7 * down) if figure is None else figure
+        figure = new_figure(3.1 * columns, 2.7 * rows) if figure is None else figure
         for place, index in enumerate(terms):
-            axes = figure.add_subplot(down, across, place + 1)
+            axes = figure.add_subplot(rows, columns, place + 1)
             effect = model.effect(index, output=output)
-            if is_pair(model, index) is not None:
+            if as_pair(model, index) is not None:
                 _surface(axes, figure, model, index, effect)
             elif isinstance(model._design.terms[index], CategoryTerm):
                 _categories(axes, effect)
@@ -37,13 +37,13 @@ def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure |
 
 
 def _curve(axes: Axes, model: AdditiveEffects, index: int, effect: Effect, output: int) -> None:
-    """The points are the effect plus what the model leaves of the target, for training rows."""
-    values, left = model._seen[index], model._left[:, output]
+    """A curve with its band. The points are training rows: the effect plus the residual."""
+    values, residual = model._seen[index], model._left[:, output]
     if values is not None:
         known = ~np.isnan(values)
         mean = np.interp(values[known], effect.grid, effect.mean)
         if model._points_are_residuals:
-            axes.plot(values[known], mean + left[known], ".", color=GREY, markersize=2.5, alpha=0.35)
+            axes.plot(values[known], mean + residual[known], ".", color=GREY, markersize=2.5, alpha=0.35)
         axes.plot(values[known], np.full(int(known.sum()), 0.0), "|", color=GREY, alpha=0.25, markersize=5,
                   transform=axes.get_xaxis_transform(), clip_on=False)  # fmt: skip
     axes.fill_between(effect.grid, *effect.band(), color=BLUE, alpha=0.25, linewidth=0)
@@ -66,7 +66,7 @@ def _categories(axes: Axes, effect: Effect) -> None:
 
 
 def _surface(axes: Axes, figure: Figure, model: AdditiveEffects, index: int, effect: Effect) -> None:
-    pair = is_pair(model, index)
+    pair = as_pair(model, index)
     assert pair is not None
     top = float(np.abs(effect.mean).max()) or 1.0
     grids, labels = [], []

@@ -1,4 +1,4 @@
-"""Slopes that share a penalty, in the span of the rows: with more columns than rows, as many numbers as rows do."""
+"""A smaller set of features for slopes that share a penalty, if there are more columns than rows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bilevel.estimators.folds import Array
 
 
 class Reduction:
-    """Features about their means; those of slopes with one shared penalty rotated to their principal directions.
+    """Centres all features, and rotates those of slopes with one shared penalty to their principal directions.
 
-    A ridge penalty does not change under a rotation, and the minimiser has no part outside the span of the rows. So the
-    model is the same, with as many features as rows.
+    A ridge penalty does not change under a rotation, and the minimiser lies in the span of the rows. So the model is
+    the same with at most as many of these features as rows.
 
     Args:
-        X: the features of the training rows, and
-        pieces: what they belong to.
+        X: the features of the training rows.
+        pieces: the terms and penalties of the features.
         weight: the weight of every row.
     """
 
@@ -47,34 +47,35 @@ class Reduction:
         self.size = at
 
     def features(self, X: Array) -> Array:
-        """The features to fit, from those of the design."""
+        """The centred and reduced features that are fitted, from those of the design."""
         return self.rotated(X - self.mean)
 
     def rotated(self, X: Array) -> Array:
+        """The reduced features, from centred ones."""
         if self.rotation is None:
             return X
         return np.hstack([X[:, self.columns] @ self.rotation, X[:, self.others]])
 
     def expand(self, w: Tensor, size: int) -> Array:
-        """Coefficients of all features, outputs × size, from those of the reduced ones."""
-        found = w.numpy()
+        """Coefficients of all features, outputs × size, from those of the reduced features."""
+        reduced = w.numpy()
         if self.rotation is None:
-            return found[:, :size].copy()
-        full, count = np.zeros((len(found), size)), self.rotation.shape[1]
-        full[:, self.columns] = found[:, :count] @ self.rotation.T
-        full[:, self.others] = found[:, count : count + len(self.others)]
+            return reduced[:, :size].copy()
+        full, count = np.zeros((len(reduced), size)), self.rotation.shape[1]
+        full[:, self.columns] = reduced[:, :count] @ self.rotation.T
+        full[:, self.others] = reduced[:, count : count + len(self.others)]
         return full
 
     def rows(self, where: slice) -> Array:
-        """What turns some features about their means into reduced ones, of shape features × reduced features."""
+        """The matrix from these centred features to the reduced ones, of shape features × reduced features."""
         if self.rotation is None:
             return np.eye(len(self.mean))[where]
         count, wanted = self.rotation.shape[1], np.arange(where.start, where.stop)
-        found = np.zeros((len(wanted), count + len(self.others)))
+        matrix = np.zeros((len(wanted), count + len(self.others)))
         for i, column in enumerate(wanted):
             at = np.searchsorted(self.columns, column)
             if at < len(self.columns) and self.columns[at] == column:
-                found[i, :count] = self.rotation[at]
+                matrix[i, :count] = self.rotation[at]
             else:
-                found[i, count + np.searchsorted(self.others, column)] = 1
-        return found
+                matrix[i, count + np.searchsorted(self.others, column)] = 1
+        return matrix

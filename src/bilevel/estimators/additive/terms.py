@@ -1,7 +1,7 @@
-"""The terms of an additive model: each maps a column, or two, to centred features in parts with a penalty each.
+"""The terms of an additive model. A term maps one or two columns to centred features, in parts with a penalty each.
 
-Every part has a mean square of 1 on the training rows, summed over its features. So equal penalties of two parts mean
-equal prior variances of their effects.
+The mean squares of a part's features on the training rows add up to 1. So equal penalties of two parts mean equal
+prior variances of their effects.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bilevel.estimators.folds import Array
 
 Kind = Literal["linear", "curve", "category", "missing", "product", "surface"]
 
-# Knots of a curve, at quantiles, and the most features that it keeps: those with the least roughness.
+# The number of knots of a curve, at quantiles, and the largest number of its features: the smoothest are kept.
 KNOTS, RANK = 10, 6
-# Differences of neighbouring coefficients count this much beside second differences, so that no curve is free.
+# The weight of first differences of coefficients beside second differences, so that no curve is unpenalised.
 SLOPE = 0.03
-# A column is taken as it is up to about this many deviations from its median, and beyond by its logarithm.
+# Up to about this number of deviations from its median, a column enters linearly; beyond, by its logarithm.
 TAIL = 3.0
-# How far beyond the training rows an effect goes on, as a share of their range.
+# How far an effect is extrapolated beyond the training rows, as a fraction of their range. It is constant from there.
 REACH = 0.1
 
 
@@ -39,8 +39,8 @@ class Curve:
     """Cubic splines with common knots, continued as straight lines.
 
     Attributes:
-        knots: all of them, with three beyond each end of the range.
-        coefficients: of the B-splines, a column for each curve.
+        knots: all knots, with three beyond each end of the range.
+        coefficients: the coefficients of the B-splines, one column per curve.
     """
 
     knots: Array
@@ -48,7 +48,7 @@ class Curve:
 
     @classmethod
     def through(cls, inner: Array) -> Curve:
-        """Every B-spline with these inner knots, which are continued at the distance of the outermost two."""
+        """All B-splines with these inner knots. The outer knots have the distance of the outermost two."""
         steps = np.arange(1, 4)
         left, right = inner[0] - steps[::-1] * (inner[1] - inner[0]), inner[-1] + steps * (inner[-1] - inner[-2])
         return cls(np.concatenate([left, inner, right]), np.eye(len(inner) + 2))
@@ -60,14 +60,14 @@ class Curve:
 
 
 class NumericTerm:
-    """f(x) = β z + Σ_k u_k c_k(z), with z the standardised column, for a column of numbers.
+    """f(x) = β z + Σ_k u_k c_k(z), with z the standardised column, for a numeric column.
 
-    Far from the median z grows like the logarithm of the distance, so that a few huge values do not determine β. The
+    Far from the median, z grows like the logarithm of the distance, so that a few huge values do not determine β. The
     c_k are cubic splines without their mean and slope, in Demmler–Reinsch form: orthogonal on the training rows, in
     ascending order of roughness, and scaled so that Σ u_k² is the roughness, the squared second differences of the
-    spline's coefficients. A ridge penalty on u is thus a roughness penalty, and one on β a shrinkage penalty. Outside
-    the range of the training rows f goes on for a tenth of that range, and is constant from there. A missing value has
-    an effect of its own.
+    spline's coefficients. So a ridge penalty on u is a roughness penalty, and one on β a shrinkage penalty. Outside the
+    range of the training rows, f continues for a tenth of that range and is then constant. A missing value has an
+    effect of its own.
 
     Args:
         x: the column, NaN where a value is missing.
@@ -84,27 +84,27 @@ class NumericTerm:
         deviation = float(np.sqrt(s @ (v - mean) ** 2)) if len(v) else 0.0
         self.curve: Curve | None = None
         self.parts: list[Part] = []
-        # What is left of a constant's deviation is rounding.
+        # A constant column has a deviation of zero up to rounding.
         self.varies = deviation > 1e-10 * max(abs(mean), 1e-300)
         if self.varies:
             low, self.middle, high = quantiles(v, s, np.array([0.25, 0.5, 0.75]))
-            spread = (high - low) / 1.349  # a normal distribution's deviation
+            spread = (high - low) / 1.349  # the standard deviation, if the distribution is normal
             self.scale = float(TAIL * (spread if spread > 1e-3 * deviation else deviation))
-            tamed = self._tamed(v)
-            self.centre = float(s @ tamed)
-            self.unit = float(np.sqrt(s @ (tamed - self.centre) ** 2))
+            compressed = self._compressed(v)
+            self.centre = float(s @ compressed)
+            self.unit = float(np.sqrt(s @ (compressed - self.centre) ** 2))
             self.parts.append(Part("linear", 1))
             if curved and len(np.unique(v)) >= 4:
-                self._add_curve((tamed - self.centre) / self.unit, s)
+                self._add_curve((compressed - self.centre) / self.unit, s)
         if 1e-12 < self.gap < 1:
             self.parts.append(Part("missing", 1))
 
     @property
     def leading(self) -> int:
-        """How many features enter pairs: the slope and the smoothest curve."""
+        """The number of features that enter pairs: the slope and the smoothest curve."""
         return 2 if any(part.kind == "curve" for part in self.parts) else 1
 
-    def _tamed(self, v: Array) -> Array:
+    def _compressed(self, v: Array) -> Array:
         return np.arcsinh((v - self.middle) / self.scale)
 
     def _add_curve(self, z: Array, s: Array) -> None:
@@ -112,7 +112,7 @@ class NumericTerm:
         steps = np.linspace(0, 1, min(KNOTS, len(distinct)))
         knots = np.unique(quantiles(z, s, steps))
         if len(knots) < 4:
-            # Most rows have one value: quantiles of the different values are more.
+            # Most rows have the same value. Quantiles of the distinct values give more knots.
             knots = np.unique(np.quantile(distinct, steps))
         raw = Curve.through(knots)
         B = raw(z)
@@ -122,7 +122,7 @@ class NumericTerm:
         first = np.diff(np.eye(B.shape[1]), axis=0)
         second = np.diff(first, axis=0)
         roughness, directions = np.linalg.eigh(second.T @ second + SLOPE * first.T @ first)
-        # The first direction, a constant, is in no centred function.
+        # The first direction is a constant, which centred functions do not contain.
         basis = directions[:, 1:] / np.sqrt(roughness[1:])
         features = B @ basis
         variance, rotation = np.linalg.eigh(features.T @ (s[:, None] * features))
@@ -139,25 +139,25 @@ class NumericTerm:
         """The features of every part, for new values of the column.
 
         Args:
-            reach: how far beyond the training rows a value counts as it is, as a share of their range.
+            reach: values beyond the training rows are clipped at this fraction of their range.
         """
         missing = np.isnan(x)
-        found = []
+        parts = []
         if self.varies:
             margin = reach * (self.range[1] - self.range[0])
             v = np.clip(np.where(missing, self.middle, x), self.range[0] - margin, self.range[1] + margin)
-            z = np.where(missing, 0.0, (self._tamed(v) - self.centre) / self.unit)
-            found.append(z[:, None])
+            z = np.where(missing, 0.0, (self._compressed(v) - self.centre) / self.unit)
+            parts.append(z[:, None])
             if self.curve is not None:
                 curves = self.curve(z) - self.mean - np.outer(z, self.slope)
-                found.append(np.where(missing[:, None], 0.0, curves))
+                parts.append(np.where(missing[:, None], 0.0, curves))
         if self.parts and self.parts[-1].kind == "missing":
-            found.append(((missing - self.gap) / np.sqrt(self.gap * (1 - self.gap)))[:, None])
-        return found
+            parts.append(((missing - self.gap) / np.sqrt(self.gap * (1 - self.gap)))[:, None])
+        return parts
 
 
 class CategoryTerm:
-    """f(x) = u_k for category k, with a ridge penalty on u. A missing value is a category; an unknown one has f = 0."""
+    """f(x) = u_k for category k, with a ridge penalty on u. Missing is a category. A new category has f = 0."""
 
     def __init__(self, x: Array, weight: Array) -> None:
         text = _filled(x)
@@ -165,13 +165,13 @@ class CategoryTerm:
         chosen = text[:, None] == self.levels
         self.share = weight @ chosen / weight.sum()
         self.unit = float(np.sqrt(max(1 - (self.share**2).sum(), 0.0)))
-        # Two categories differ by one number.
+        # One feature is enough for two categories.
         self.two = len(self.levels) == 2
         self.parts = [Part("category", 1 if self.two else len(self.levels))] if len(self.levels) > 1 else []
 
     @property
     def leading(self) -> int:
-        """How many features enter pairs: all categories."""
+        """The number of features that enter pairs: all categories."""
         return self.parts[0].size
 
     def features(self, x: Array, reach: float = REACH) -> list[Array]:
@@ -179,20 +179,20 @@ class CategoryTerm:
             return []
         chosen = (_filled(x)[:, None] == self.levels).astype(float)
         known = chosen.sum(1, keepdims=True) > 0
-        found = np.where(known, (chosen - self.share) / self.unit, 0.0)
-        return [found[:, 1:] * np.sqrt(2)] if self.two else [found]
+        indicators = np.where(known, (chosen - self.share) / self.unit, 0.0)
+        return [indicators[:, 1:] * np.sqrt(2)] if self.two else [indicators]
 
 
 class PairTerm:
-    """f(x, z): products of the first features of two terms, without what the two terms can express alone.
+    """f(x, z): products of the leading features of two terms, minus their projection on the features of the two terms.
 
-    The product of the two slopes has a penalty of its own beside that of the other products.
+    The product of the two slopes has one penalty, the other products another.
 
     Args:
-        first: the position of the first term, and
-        second: that of the second.
-        terms: all terms of single columns, and
-        blocks: their features on the training rows.
+        first: the position of the first term.
+        second: the position of the second term.
+        terms: all terms of single columns.
+        blocks: the features of these terms on the training rows.
     """
 
     def __init__(
@@ -202,6 +202,7 @@ class PairTerm:
         self.curved = [any(part.kind == "curve" for part in terms[k].parts) for k in (first, second)]
         products, alone = self._raw(blocks)
         root = np.sqrt(weight / weight.sum())[:, None]
+        # The coefficients of the projection.
         self.shadow = np.linalg.lstsq(root * alone, root * products, rcond=1e-8)[0]
         squares = ((root * (products - alone @ self.shadow)) ** 2).sum(0)
         self.split = all(self.curved)
@@ -213,11 +214,11 @@ class PairTerm:
 
     def features(self, blocks: list[list[Array]]) -> list[Array]:
         products, alone = self._raw(blocks)
-        found = (products - alone @ self.shadow) / self.unit
-        return [found[:, :1], found[:, 1:]] if self.split else [found]
+        residual = (products - alone @ self.shadow) / self.unit
+        return [residual[:, :1], residual[:, 1:]] if self.split else [residual]
 
     def _raw(self, blocks: list[list[Array]]) -> tuple[Array, Array]:
-        """Products of the first features, and the features of both terms with a constant."""
+        """Products of the leading features, and all features of both terms with a constant."""
         one, two = blocks[self.first], blocks[self.second]
         a, b = (_leading(*both) for both in zip((one, two), self.curved, strict=True))
         products = (a[:, :, None] * b[:, None, :]).reshape(len(a), -1)
@@ -225,10 +226,10 @@ class PairTerm:
 
 
 def quantiles(v: Array, s: Array, steps: Array) -> Array:
-    """Of values with weights: a value of weight 2 counts as two values."""
+    """Weighted quantiles: a value of weight 2 counts as two values."""
     order = np.argsort(v, kind="stable")
     below = np.cumsum(s[order])
-    # The smallest value with at least this share at or below it, up to rounding.
+    # The smallest value with at least this fraction of the weight at or below it, up to rounding.
     return v[order][np.searchsorted(below, (1 - 1e-12) * steps * below[-1])]
 
 
@@ -237,5 +238,5 @@ def _leading(block: list[Array], curved: bool) -> Array:
 
 
 def _filled(x: Array) -> Array:
-    """Text, with a name for what is missing."""
+    """The values as text, with "(missing)" for None."""
     return np.array(["(missing)" if value is None else value for value in x], dtype=object).astype(str)

@@ -1,4 +1,4 @@
-"""All penalties of an additive model at once, by hypergradients of its leave-one-out loss."""
+"""Tunes all penalties of an additive model together, by hypergradients of its leave-one-out loss."""
 
 from __future__ import annotations
 
@@ -32,24 +32,28 @@ from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
 from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
 
-# A log penalty of 0 means a prior variance of 100 times the variance of one row's mean.
-UNIT = 0.01
+# Penalties are in this unit, relative to the total weight. A log penalty of 0 means a prior variance of 100 times the
+# variance of one row's mean.
+PENALTY_UNIT = 0.01
+# The range of log penalties.
 BOX = (-7.0, 12.0)
-# Of a log-loss: where classes are almost separable, one Newton step is too short to tell what a row's absence changes.
+# The range for a log-loss. At smaller penalties classes may be almost separable, and then one Newton step is a poor
+# approximation of the fit without a row.
 LOG_LOSS_BOX = (-3.0, 12.0)
-# The price of a degree of freedom beside that of the leave-one-out loss, as a share of it: many penalties can overfit
-# the leave-one-out loss alone.
+# The penalty per degree of freedom that is added to the leave-one-out loss, relative to the loss. Without it, many
+# penalties can overfit the leave-one-out loss.
 FREEDOM = 0.15
-# Of the coefficients of a log-loss, relatively; the last Newton step makes them much more accurate than that.
+# The relative accuracy of the coefficients of a log-loss before the last Newton step, which improves it much.
 ACCURACY = 1e-4
+# The log penalties that are tried first.
 GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
 
 
 @dataclass(frozen=True, eq=False)
 class KindTether(FunctionOfLam):
-    """2c Σ_k Σ_{g of kind k} log cosh(λ_g − mean of kind k): how far penalties of one kind have moved apart.
+    """2c Σ_k Σ_{g of kind k} log cosh(λ_g − mean of kind k): the distance of penalties from the mean of their kind.
 
-    In the units of a log-likelihood, c = 1/n is the prior density 1/cosh of each log penalty around its kind's level.
+    In the units of a log-likelihood, c = 1/n is the prior density 1/cosh of each log penalty around this mean.
     """
 
     kinds: Array
@@ -57,15 +61,15 @@ class KindTether(FunctionOfLam):
     def __call__(self, lam: Tensor, *data: Any) -> Tensor:
         kinds = torch.from_numpy(self.kinds)
         sums = lam.new_zeros(int(kinds.max()) + 1).index_add(0, kinds, lam)
-        away = lam - (sums / torch.bincount(kinds))[kinds]
-        return data[0] * 2 * (torch.logaddexp(away, -away) - math.log(2)).sum()
+        distance = lam - (sums / torch.bincount(kinds))[kinds]
+        return data[0] * 2 * (torch.logaddexp(distance, -distance) - math.log(2)).sum()
 
     def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
-        away, weight = lam.detach().numpy(), 2 * float(data[0])
-        away = away - self._means(away)
-        slope = np.tanh(away)
+        distance, weight = lam.detach().numpy(), 2 * float(data[0])
+        distance = distance - self._means(distance)
+        slope = np.tanh(distance)
         slope = weight * (slope - self._means(slope))
-        value = weight * (np.logaddexp(away, -away) - math.log(2)).sum()
+        value = weight * (np.logaddexp(distance, -distance) - math.log(2)).sum()
         return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)
 
     def _means(self, numbers: Array) -> Array:
@@ -74,12 +78,12 @@ class KindTether(FunctionOfLam):
 
 @dataclass
 class TunedPenalties:
-    """Penalties, and the model that has them.
+    """Tuned penalties, and the model at these penalties.
 
     Attributes:
         lam: the log penalty of every group of features.
-        value: the leave-one-out loss, without a price of degrees of freedom.
-        w: coefficients of shape outputs × features, and an intercept where the loss is not a square.
+        value: the leave-one-out loss, without the term for the degrees of freedom.
+        w: coefficients of shape outputs × features, with an intercept unless the loss is squared errors.
     """
 
     lam: Tensor
@@ -90,13 +94,13 @@ class TunedPenalties:
 
 @dataclass
 class LeftOut:
-    """The leave-one-out loss of the rows of a matrix, as a function of the penalties of groups of its features.
+    """The leave-one-out loss of the rows of a matrix, as a function of the penalties of groups of features.
 
     Args:
         X: the features. For squared errors, they and the targets are taken about their weighted means.
         outputs: the targets, of shape rows × outputs.
         weight: the positive weight of every row.
-        loss: of the scores.
+        loss: the loss of a row as a function of its scores.
         record: receives the loss, its gradient's norm and the seconds of every evaluation in `minimise`.
     """
 
@@ -113,7 +117,7 @@ class LeftOut:
             self.X, self.outputs = self.X - share @ self.X, self.outputs - share @ self.outputs
         X, y, weight = (torch.from_numpy(np.array(part, order="C")) for part in (self.X, self.outputs.T, self.weight))
         self.total = float(weight.sum())
-        # The system of the smaller side.
+        # Whether to solve a system of size rows, not features.
         self.by_rows = self.squares and X.shape[1] > X.shape[0]
         self.box = BOX if self.squares else LOG_LOSS_BOX
         self.train: tuple[Any, ...]
@@ -125,7 +129,7 @@ class LeftOut:
 
     @property
     def constant(self) -> float:
-        """The loss of a prediction without features, for squares."""
+        """The squared-error loss of the model without features."""
         return 0.5 * float(self.weight @ (self.outputs**2).sum(1)) / self.total
 
     @property
@@ -134,19 +138,20 @@ class LeftOut:
             return NewtonLeftOut(ACCURACY)
         return KernelEquations() if self.by_rows else NormalEquations()
 
-    def problem(self, groups: Array, kinds: Array, near: float | None = None) -> Problem:
-        """The problem of these groups, each of a kind.
+    def problem(self, groups: Array, kinds: Array, expected_loss: float | None = None) -> Problem:
+        """The bilevel problem with one penalty per group, each group of one kind.
 
         Args:
-            near: about what the loss is. Degrees of freedom then have a price; by default they have none.
+            expected_loss: an estimate of the loss. It scales the term for the degrees of freedom. None means no such
+                term.
         """
         size, intercept = self.X.shape[1], not self.squares
-        penalty = GroupPenalties(size, torch.from_numpy(groups), UNIT * self.total)
+        penalty = GroupPenalties(size, torch.from_numpy(groups), PENALTY_UNIT * self.total)
         model = LinearModels(self.loss, penalty, intercept)
         inner = LeastSquares(penalty) if self.squares and not self.by_rows else model
         tether = KindTether(kinds)
-        # The variance of a row's error is twice the loss of squares, and its log-loss is in nats already.
-        price = 0.0 if near is None else FREEDOM * (2 * near if self.squares else 1)
+        # Relative to the variance of a row's error, which is twice the squared-error loss. A log-loss needs no scaling.
+        price = 0.0 if expected_loss is None else FREEDOM * (2 * expected_loss if self.squares else 1)
         outer = LeaveOneOut(penalty, tether, price) if self.squares else LeftOutLoss(model, tether, price)
         shape = (1, self.outputs.shape[1], size + intercept)
         return Problem(inner, outer, init=lambda lam: lam.new_zeros(shape), check_derivatives=False)
@@ -155,10 +160,10 @@ class LeftOut:
         return Task(self.train, (*self.val, torch.tensor(strength, dtype=torch.float64)))
 
     def evaluate(self, problem: Problem, lam: Tensor, start: Tensor | None = None) -> TunedPenalties:
-        found = hypergradient(
+        result = hypergradient(
             problem, lam, self.task(0.0), method=self.method, start=start, dynamics=GradientDescent(1.0), steps=0
         )
-        return TunedPenalties(lam, float(found.value), found.inner[0])
+        return TunedPenalties(lam, float(result.value), result.inner[0])
 
     def minimise(
         self,
@@ -166,19 +171,22 @@ class LeftOut:
         kinds: Array,
         start: TunedPenalties,
         strength: float,
-        near: float,
+        expected_loss: float,
         algorithm: LBFGSB,
     ) -> TunedPenalties:
-        """λ that minimises the priced loss and the tether; its strength is relative to the loss at the start."""
-        held = strength * start.value / self.total
+        """The λ that minimises the loss, the term for the degrees of freedom and the tether, from `start`.
 
-        def note(here: Iteration) -> None:
+        The strength of the tether is relative to the loss at the start.
+        """
+        tether_weight = strength * start.value / self.total
+
+        def observe(here: Iteration) -> None:
             self.record.add(float(here.hypergradient.value), float(here.hypergradient.grad.norm()))
 
-        found = solve(
-            self.problem(groups, kinds, near),
+        solution = solve(
+            self.problem(groups, kinds, expected_loss),
             start.lam,
-            self.task(held),
+            self.task(tether_weight),
             method=self.method,
             algorithm=algorithm,
             constraint=Box(*self.box),
@@ -186,11 +194,11 @@ class LeftOut:
             start=start.w[None],
             dynamics=GradientDescent(1.0),
             steps=0,
-            callbacks=[note],
+            callbacks=[observe],
             progress=False,
         )
-        tuned = self.evaluate(self.problem(groups, kinds), found.outer, found.inner)
-        tuned.outcome = found.outcome
+        tuned = self.evaluate(self.problem(groups, kinds), solution.outer, solution.inner)
+        tuned.outcome = solution.outcome
         return tuned
 
 
@@ -210,13 +218,13 @@ class KindLevels:
     """One penalty for each kind of part, tuned.
 
     Attributes:
-        tuned: λ has an entry for each of `names`.
-        near: about what the loss of a good model is, which sets the price of degrees of freedom.
+        tuned: the result. Its λ has one entry for each of `names`.
+        expected_loss: an estimate of the loss of a good model, which scales the term for the degrees of freedom.
     """
 
     tuned: TunedPenalties
     names: list[str]
-    near: float
+    expected_loss: float
 
 
 def tune_kinds(
@@ -225,14 +233,14 @@ def tune_kinds(
     """One penalty for each kind of part.
 
     Args:
-        smaller: the penalties of a model with fewer terms, to begin with; by default the best of a grid with all kinds
-            alike.
+        smaller: the penalties of a model with fewer terms, to start from. None starts from the best point of a grid
+            with the same penalty for all kinds.
     """
     _, kind, _, names = grouped(pieces)
     kinds = np.arange(len(names))
     if smaller is None:
-        # Degrees of freedom are dear at first: a fit through all rows, whose leave-one-out loss can be small by chance,
-        # is no place to begin.
+        # The term for the degrees of freedom is large here, so that the search does not start from a fit that
+        # interpolates all rows. Such a fit can have a small leave-one-out loss by chance.
         by_kind = left_out.problem(kind, kinds, left_out.constant)
         best: TunedPenalties | None = None
         for level in (level for level in GRID if level >= left_out.box[0]):
@@ -242,27 +250,27 @@ def tune_kinds(
                 break
             best = here if best is None or here.value < best.value else best
         assert best is not None
-        near = best.value
+        expected_loss = best.value
     else:
-        near = smaller.tuned.value
+        expected_loss = smaller.tuned.value
         level_of = dict(zip(smaller.names, smaller.tuned.lam.tolist(), strict=True))
-        begin = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
+        first = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
         by_kind = left_out.problem(kind, kinds)
-        best = left_out.evaluate(by_kind, torch.tensor(begin, dtype=torch.float64).clamp(*left_out.box))
-    return KindLevels(left_out.minimise(kind, kinds, best, 0.0, near, algorithm), names, near)
+        best = left_out.evaluate(by_kind, torch.tensor(first, dtype=torch.float64).clamp(*left_out.box))
+    return KindLevels(left_out.minimise(kind, kinds, best, 0.0, expected_loss, algorithm), names, expected_loss)
 
 
 def tune_each(
     left_out: LeftOut, pieces: list[Piece], strength: float, algorithm: LBFGSB, levels: KindLevels
 ) -> TunedPenalties:
-    """The penalties of all groups, from those of the kinds.
+    """Tune one penalty per group, from the penalties of the kinds.
 
     Args:
-        strength: of the tether; inf for one penalty for each kind.
+        strength: the strength of the tether; inf keeps one penalty per kind.
     """
     own, _, kind_of_own, names = grouped(pieces)
     start = levels.tuned
-    spread = TunedPenalties(start.lam[torch.from_numpy(kind_of_own)], start.value, start.w, start.outcome)
+    expanded = TunedPenalties(start.lam[torch.from_numpy(kind_of_own)], start.value, start.w, start.outcome)
     if math.isinf(strength) or len(kind_of_own) == len(names):
-        return spread
-    return left_out.minimise(own, kind_of_own, spread, strength, levels.near, algorithm)
+        return expanded
+    return left_out.minimise(own, kind_of_own, expanded, strength, levels.expected_loss, algorithm)

@@ -1,4 +1,4 @@
-"""ANIL (Raghu, Raghu, Bengio and Vinyals, 2020): MAML whose inner loop moves the last layer only."""
+"""ANIL (Raghu, Raghu, Bengio and Vinyals, 2020): MAML whose inner steps update the last layer only."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ANILOptions(MAMLOptions):
 class ANIL(MAML):
     """w_0 = λ_head, w_t = w_{t−1} − η ∇_w L(h_λ(x)ᵀw): λ is the network and the start of the last layer w.
 
-    The network does not move in an episode, so the features of an episode are computed and differentiated once. With
-    head=zero it is `hyper-representation`. So, unlike MAML's, the last layer's start is learned by default, as in the
-    paper, and is for one number of classes.
+    The network is fixed in an episode, so the features of an episode are computed and differentiated once. With
+    head=zero this learner is `hyper-representation`. Unlike in `maml`, the default is head=learned, as in the paper:
+    the start of the last layer is part of λ, and the learner is for one number of classes.
     """
 
     Options: ClassVar[type[LearnerOptions]] = ANILOptions

@@ -1,4 +1,4 @@
-"""Section 2.2's common model: every task's model is λ + w, where w is the regularised difference of the task."""
+"""Section 2.2's common model: the model of a task is λ + w, where the difference w of the task is penalised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class HalfSquareOfWeights(Penalty):
-    """Ω(w) = strength/2 · ‖w‖²; its prox shrinks by 1/(1 + step·strength)."""
+    """Ω(w) = strength/2 · ‖w‖², whose proximal operator multiplies by 1/(1 + step·strength)."""
 
     strength: float
 
@@ -52,9 +52,9 @@ class CommonModelOptions(MAMLOptions):
 class CommonModel(MAML):
     """min_w L(λ + w) + Ω(w) by T proximal steps: w_0 = 0, w_t = prox_{ηΩ}(w_{t−1} − η ∇L(λ + w_{t−1})).
 
-    The paper's example is a linear model ⟨w + λ, x⟩. Its weights are here those of the network and the last layer,
-    because classes are numbered anew in every episode and have no linear model in common. f_T is differentiated through
-    the steps, while `imaml` differentiates the minimiser. With rho=0 it is `maml`.
+    The paper's example is a linear model ⟨w + λ, x⟩. Here the weights are those of the network and of the last layer:
+    classes are renumbered in every episode, so episodes have no linear model in common. f_T is differentiated through
+    the steps, while `imaml` differentiates the minimiser. With rho=0 this learner is `maml`.
     """
 
     Options: ClassVar[type[LearnerOptions]] = CommonModelOptions

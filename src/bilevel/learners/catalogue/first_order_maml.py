@@ -1,4 +1,4 @@
-"""First-order MAML: the derivative of the inner steps is taken for the identity."""
+"""First-order MAML (Finn, Abbeel and Levine, 2017): the derivative of w_T in λ is replaced by the identity."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from bilevel.methods.first_order import FirstOrder
 
 
 class FirstOrderMAML(MAML):
-    """`MAML` with another default method."""
+    """`MAML` with the method `FirstOrder` by default."""
 
     default_method: ClassVar[Method] = FirstOrder()

@@ -18,7 +18,7 @@ from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import Learner, LearnerOptions, option
 from bilevel.learners.bilevel_learner import METHODS, DescentOptions
 from bilevel.learners.class_loss import ClassLoss
-from bilevel.learners.representation import CENTRE, LENGTH
+from bilevel.learners.representation import CENTRE, FIRST_LENGTH, LENGTH
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import training_classes
 from bilevel.methods.dual_descent import DualDescent
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from bilevel.data import ImageDataset
 
 Batch = tuple[Tensor, Tensor]
-# Features of one length begin with this one; learning moves it.
-FIRST_LENGTH = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class HyperRepresentationOptions(DescentOptions):
 
 
 class HyperRepresentation(Learner):
-    """h_λ learned such that T gradient steps from zero on a few examples make a good classifier of its features.
+    """Learns h_λ such that T gradient steps from zero on a few examples give a good linear classifier of its features.
 
     For an episode with support set S and query set Q
 
@@ -62,26 +60,27 @@ class HyperRepresentation(Learner):
     differentiated once (`Problem.encode`), and the classifiers of several episodes take their steps together.
 
     Args:
-        module: h, from images N×C×H×W to features N×F, or the name of one of `bilevel.models`. It is copied. λ is all
-            its parameters. Its batch norms follow `batch_norm`; everything else runs as in evaluation, so dropout is
-            off.
+        module: h, from images N×C×H×W to features N×F, or the name of one of `bilevel.models`. It is copied. All its
+            parameters are leaves of λ. It runs in evaluation mode (without dropout), except that its batch norms
+            follow `batch_norm`.
         shape: (C, H, W) of the images.
         steps: T.
         inner_lr: the step size of the inner gradient descent.
-        step_bound: keep the step at or below this over ν, the curvature of L at w_0, by scaling an episode's features
-            (see `scale`). Below 2 the steps converge. 0, the paper's way, does nothing.
-        l2: makes L strongly convex, as the theory asks; the paper's experiments have 0.
+        step_bound: bound the step size by step_bound/ν, where ν is the curvature of L at w_0, by scaling the features
+            of an episode (see `scale`). Steps converge below 2. With 0, as in the paper, there is no bound.
+        l2: the weight of ‖w‖²/2. It makes L strongly convex, as the theory assumes. The paper's experiments have 0.
         batch_norm: "episode", "support" or "running"; see `bilevel.models.batch_norm.MEANING`.
-        normalise: whether h's features are centred and of one length, exp(ℓ)·(φ − c)/‖φ − c‖; c and ℓ are then part
-            of λ, and `centre` starts c at the mean of some images' features.
-        mirror: whether h's features are the mean over a picture and its mirror image; it takes twice the time.
+        normalise: whether features are centred and scaled to one length, exp(ℓ)·(φ − c)/‖φ − c‖. c and ℓ are then
+            leaves of λ, and `centre` sets c to the mean features of some images.
+        mirror: whether features are the mean over an image and its mirror image, which takes twice the time.
         last_relu: whether a network that is given by its name ends with a ReLU.
-        class_loss: the loss of one classifier over all classes of meta-training, whose leaves are then part of λ.
-        class_weight: how much of it is added to E; the queries' classes are then a third part of an episode's `val`.
-        chunk: episodes whose features are in memory at once.
-        seed: of the weights, when the module is a name.
-        method: how ∇f_T is computed; by default `DualDescent()` where examples are fewer than features, else
-            `Reverse()`.
+        class_loss: the loss of one classifier over all classes of meta-training, whose weights are then leaves of λ.
+        class_weight: the weight of `class_loss` in E. The `val` of an episode then has a third part, the classes of the
+            queries.
+        chunk: how many episodes have their features in memory at the same time.
+        seed: the seed of the weights, if the module is a name.
+        method: how ∇f_T is computed; by default `DualDescent()` if there are at most as many examples as
+            features, else `Reverse()`.
 
     >>> learner = HyperRepresentation("omniglot-net", shape=(1, 28, 28))
     >>> pictures = torch.rand(6, 1, 28, 28, dtype=torch.get_default_dtype())
@@ -144,34 +143,37 @@ class HyperRepresentation(Learner):
     def exact(self) -> bool:  # type: ignore[override]
         return self.method is None or self.method.exact
 
+    @property
+    def trains_on_cross_entropy(self) -> bool:  # type: ignore[override]
+        return not self.class_weight
+
     def build(self) -> None:
         like = next(iter(self.lam.values()))
         if self.normalise:
             self.lam[CENTRE] = like.new_zeros(self.features - 1)
             self.lam[LENGTH] = like.new_tensor(FIRST_LENGTH).log()
         if self.class_loss is not None:
-            fresh = self.class_loss.new(self.features - 1, self._seed)
-            self.lam |= {name: leaf.to(like) for name, leaf in fresh.items()}
+            leaves = self.class_loss.new(self.features - 1, self._seed)
+            self.lam |= {name: leaf.to(like) for name, leaf in leaves.items()}
 
     @classmethod
     def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
         height, width, channels = data.shape
-        given = cls.options_of(settings)
-        network = given.pop("network") if module is None else module
-        given.pop("network", None)
+        options = cls.options_of(settings)
+        network = options.pop("network")
         return cls(
-            network,
+            network if module is None else module,
             (channels, height, width),
             seed=settings.seed,
             class_loss=cls.class_loss_of(settings, data),
             class_weight=settings.global_loss,
             method=METHODS[settings.method],
-            **given,
+            **options,
         )
 
     @classmethod
     def class_loss_of(cls, settings: TrainingSettings, data: ImageDataset) -> ClassLoss | None:
-        """The loss over all classes of meta-training, if the training has one."""
+        """The loss over all classes of meta-training; None if the training has none."""
         if not settings.global_loss:
             return None
         return ClassLoss(training_classes(settings, data), settings.classifier, settings.label_smoothing)
@@ -183,54 +185,53 @@ class HyperRepresentation(Learner):
         return GradientDescent(self.inner_lr)
 
     def represent(self, lam: dict[str, Tensor], images: Tensor) -> Tensor:
-        """h_λ of images, with the constant feature of the bias at the end."""
-        return self.representation.here().features(lam, images)
+        """h_λ of images; the last feature is the constant of the bias."""
+        return self.representation.of_this_thread().features(lam, images)
 
     def represent_sets(self, lam: dict[str, Tensor], support: Tensor, query: Tensor, training: bool) -> Batch:
-        """The features of a support and a query set; batch norm decides what one may know of the other."""
-        return self.representation.here().sets(lam, support, query, training=training)
+        """The features of a support and a query set. The batch norm mode defines how the sets affect each other."""
+        return self.representation.of_this_thread().sets(lam, support, query, training=training)
 
     def scale(self, features: Tensor, ways: int) -> Tensor:
-        """The factor on every episode's features that keeps the inner step short enough for them.
+        """The factor on the features of every episode that keeps the inner step size below step_bound/ν.
 
-        Gradient descent converges with steps below 2/ν only, and ν, the curvature at w_0, grows with the features. A
-        factor s on the features is a factor s² on the step, so this is the step min(inner_lr, step_bound/ν), with a ν
-        of each episode's own. It is part of the representation and differentiated like it: features that grow gain
-        nothing.
+        Gradient descent converges only with steps below 2/ν, and ν, the curvature at w_0, grows with the features. A
+        factor s on the features has the effect of a factor s² on the step size, so the step size becomes
+        min(inner_lr, step_bound/ν), with a ν for each episode. The factor is part of the representation and is
+        differentiated with it, so that larger features have no advantage.
         """
         if not self.step_bound:
             return features.new_ones(())
-        # An L2 term adds to the curvature and does not shrink with the features.
-        room = self.step_bound / self.inner_lr - self.l2
-        if room <= 0:
+        # The L2 term adds l2 to the curvature, whatever the factor is.
+        largest = self.step_bound / self.inner_lr - self.l2
+        if largest <= 0:
             raise BilevelError(
-                f"l2={self.l2} alone makes inner_lr={self.inner_lr} longer than step_bound={self.step_bound} over the "
-                "curvature; take a smaller step."
+                f"inner_lr={self.inner_lr} is larger than step_bound/l2 = {self.step_bound}/{self.l2}, so no factor on "
+                "the features can bound the step. Pass a smaller inner_lr or l2, or a larger step_bound."
             )
-        return (room / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
+        return (largest / heads.curvature(features, ways)).clamp(max=1).sqrt()[:, None, None]
 
     def represent_episodes(
         self, lam: dict[str, Tensor], images: Tensor, queries: Tensor, ways: int, *, training: bool
     ) -> Batch:
-        """The features of stacked episodes, with their factors."""
-        support, query = self.representation.here().episodes(lam, images, queries, training=training)
+        """The features of stacked episodes, multiplied by `scale`."""
+        support, query = self.representation.of_this_thread().episodes(lam, images, queries, training=training)
         if not self.step_bound:
             return support, query
         scale = self.scale(support, ways)
         return support * scale, query * scale
 
     def problem(self, episodes: int, ways: int) -> Problem:
-        """The bilevel problem of so many episodes, stacked: one task whose w holds a classifier for each."""
-        if (episodes, ways) not in self._problems:  # kept, because a problem remembers that it has been checked
+        """The bilevel problem of stacked episodes: one task, whose w holds a classifier for each episode."""
+        if (episodes, ways) not in self._problems:  # stored, because the engine checks every new problem
             self._problems[episodes, ways] = self._new_problem(episodes, ways)
         return self._problems[episodes, ways]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The problems are functions of this learner; a copy makes its own.
+        # The problems hold references to this learner, so a copy builds its own.
         return {**self.__dict__, "_problems": {}}
 
     def _new_problem(self, episodes: int, ways: int) -> Problem:
-
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
             (images, labels), (queries, *answers) = task.train, task.val
             support, query = self.represent_episodes(lam, images, queries, ways, training=True)
@@ -238,15 +239,15 @@ class HyperRepresentation(Learner):
 
         def outer(w: Tensor, lam: Any, batch: tuple[Tensor, ...]) -> Tensor:
             loss = LinearClassifiers()(w, lam, (batch[0], batch[1])) / episodes
-            return loss + self._beside(lam, batch[0], batch[2]) if self.class_weight else loss
+            return loss + self._weighted_class_loss(lam, batch[0], batch[2]) if self.class_weight else loss
 
         def init(lam: dict[str, Tensor]) -> Tensor:
             return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
 
         return Problem(LinearClassifiers(self.l2), outer, init, encode)
 
-    def _beside(self, lam: Mapping[str, Tensor], features: Tensor, classes: Tensor) -> Tensor:
-        """The part of E that knows all classes; the constant feature is not the classifier's."""
+    def _weighted_class_loss(self, lam: Mapping[str, Tensor], features: Tensor, classes: Tensor) -> Tensor:
+        """The term of E for the classifier over all classes, which does not use the constant feature."""
         assert self.class_loss is not None
         return self.class_weight * self.class_loss(lam, features[..., :-1], classes)
 
@@ -263,7 +264,7 @@ class HyperRepresentation(Learner):
                 "Task((images, labels), (queries, answers, classes))."
             )
         method = self.method
-        if method is None:  # with few examples, their span is smaller than the space of features
+        if method is None:  # with few examples, their span has a smaller dimension than the features
             method = DualDescent() if images.shape[1] <= self.features else Reverse()
         problem = self.problem(len(images), int(labels.max()) + 1)
         result = hypergradient(problem, self.lam, task, dynamics=self.dynamics, steps=self.steps, method=method)
@@ -288,22 +289,22 @@ class HyperRepresentation(Learner):
 
     @torch.no_grad()
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> LinearLogits:
-        """T steps from zero on an inner objective where every class counts the same.
+        """T steps from zero on an inner objective in which every class has the same weight.
 
             L(w) = mean over classes of the mean over its images of cross-entropy(h(x)ᵀw, y) + l2/2 ‖w‖²
 
-        With as many images of each class this is the objective of an episode. Without, the plain mean would take longer
-        steps for the larger classes, and with a small T the smaller ones would hardly ever be predicted.
+        If all classes have the same number of images, this is the objective of an episode. Otherwise the plain mean
+        would take larger steps for the larger classes, and with a small T the smaller ones would rarely be predicted.
         """
         features = self.represent_sets(self.lam, support, support, training=False)[0]
         counts = torch.bincount(labels, minlength=ways).to(features.dtype)
-        # The curvature of the weighted loss is that of the plain one on features weighted by the root.
+        # The curvature of the weighted loss is that of the plain loss on features times the roots of the weights.
         weighted = features * (len(labels) / ways / counts[labels]).sqrt()[:, None]
         scale = self.scale(weighted[None], ways).reshape(())
         features = features * scale
 
         def inner(w: Tensor) -> Tensor:
-            # torch's mean of a weighted loss divides by the sum of the weights, which is the number of classes here.
+            # torch divides a weighted loss by the sum of the weights, which is the number of classes here.
             loss = F.cross_entropy(features @ w, labels, weight=1 / counts)
             return loss + self.l2 / 2 * w.square().sum()
 
@@ -314,27 +315,27 @@ class HyperRepresentation(Learner):
 
     @torch.no_grad()
     def certifiable(self, episodes: Task) -> tuple[Problem, Task]:
-        (images, labels), (queries, answers, *_) = self._here(episodes)
+        (images, labels), (queries, answers, *_) = self._stacked_episodes(episodes)
         ways = int(labels.max()) + 1
         features = self.represent_episodes(self.lam, images, queries, ways, training=False)
         support, query = (part.double() for part in features)
-        whole = self.problem(len(images), ways)
-        return Problem(whole.inner, whole.outer, whole.init), Task((support, labels), (query, answers))
+        problem = self.problem(len(images), ways)
+        return Problem(problem.inner, problem.outer, problem.init), Task((support, labels), (query, answers))
 
     def settings(self) -> dict[str, Any]:
-        # They came later, and are said where they are not what they were before.
-        usual = {"normalise": False, "mirror": False, "last_relu": True}
-        said = super().settings()
-        return {name: value for name, value in said.items() if name not in usual or value != usual[name]}
+        # Older cards do not have these settings. They are left out if they have their defaults, as before.
+        defaults = {"normalise": False, "mirror": False, "last_relu": True}
+        settings = super().settings()
+        return {name: value for name, value in settings.items() if name not in defaults or value != defaults[name]}
 
 
 @dataclass(frozen=True)
 class LinearLogits:
-    """h(x)ᵀw_T, the logits of queries, by a classifier that was learned from a support set.
+    """The logits h(x)ᵀw_T of queries, with the classifier w_T of a support set.
 
     Attributes:
         weights: w_T, features × classes; the last feature is the constant 1 of the bias.
-        scale: the factor on the features that `learner.scale` gives for the support set.
+        scale: the factor on the features, `learner.scale` for the support set.
     """
 
     learner: Learner
@@ -344,10 +345,10 @@ class LinearLogits:
 
     def __call__(self, queries: Tensor) -> Tensor:
         learner = self.learner
-        features = learner.representation.here().sets(learner.lam, self.support, queries, training=False)[1]
+        features = learner.representation.of_this_thread().sets(learner.lam, self.support, queries, training=False)[1]
         return features * self.scale @ self.weights
 
     @property
     def matrix(self) -> Tensor:
-        """W, features × classes, with the logits h(x)ᵀW."""
+        """The matrix W, features × classes, that gives the logits h(x)ᵀW."""
         return self.scale * self.weights

@@ -20,10 +20,10 @@ from bilevel.problem import Problem
 
 @dataclass(frozen=True)
 class ConjugateSteps(LinearSolver):
-    """So many steps of conjugate gradients on (ρI + H) x = b, from x = b/ρ, which is first-order MAML's answer.
+    """A fixed number of conjugate gradient steps on (ρI + H) x = b, from x = b/ρ, the solution for H = 0.
 
-    H is the Hessian of a network's loss and may have eigenvalues below −ρ. `CG` refuses such a system. Here the steps
-    end before a direction of no positive curvature, as those of truncated Newton methods do.
+    H is the Hessian of a network's loss and may have eigenvalues below −ρ. `CG` refuses such a system. This solver
+    stops at the first direction of curvature ≤ 0, as truncated Newton methods do.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class ConjugateSteps(LinearSolver):
                 break
             x, residual = x + before / curvature * direction, residual - before / curvature * image
             direction = residual + residual.square().sum() / before * direction
-        # The caller chooses the accuracy by `steps`.
+        # It counts as converged, because the number of steps defines the accuracy.
         return LinearSolution(x, relative(residual, b), products, True)
 
 
@@ -71,8 +71,9 @@ class IMAMLOptions(MAMLOptions):
 class IMAML(MAML):
     """w_λ = argmin_w L(w) + ρ/2 ‖w − λ‖²,  ∇f = (I + ∇²L(w_λ)/ρ)⁻¹ ∇E(w_λ), the system solved by a few steps of CG.
 
-    T gradient steps from λ stand for the minimiser, so the hypergradient is right as far as they and CG have converged.
-    ρ = 2, 16 steps and 5 steps of CG are the paper's for Omniglot. A last layer that begins at zero is pulled to zero.
+    T gradient steps from λ approximate the minimiser, so the hypergradient is exact only if these steps and CG have
+    converged. ρ = 2, 16 steps and 5 steps of CG are the paper's for Omniglot. With head=zero, the penalty pulls the
+    last layer towards zero.
     """
 
     Options: ClassVar[type[LearnerOptions]] = IMAMLOptions
@@ -84,7 +85,7 @@ class IMAML(MAML):
 
     @property
     def offsets(self) -> bool:
-        # Implicit methods find λ in the inner objective.
+        # Implicit methods need no offsets, because λ enters the inner objective.
         return not (self.method or self.default_method).second_derivatives
 
     def problem(self, ways: int, *, training: bool = True) -> Problem:

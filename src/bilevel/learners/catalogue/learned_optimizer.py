@@ -1,4 +1,4 @@
-"""A learned optimiser (Andrychowicz et al., 2016): the inner steps are taken by a recurrent network on coordinates."""
+"""A learned optimiser (Andrychowicz et al., 2016): a recurrent network computes the inner step of each coordinate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentOptions(MAMLOptions):
-    """The settings of learners whose inner steps are taken by a recurrent network.
+    """The settings of learners whose inner steps are computed by a recurrent network.
 
     Args:
-        adapts: what w is: "head", the last layer, or "all", the weights of the network too. Time and memory of a step
+        adapts: what w is: "head", the last layer, or "all", also the weights of the network. Time and memory of a step
             are proportional to `hidden` times the size of w.
         hidden: units of a layer of the recurrent network.
-        first_order: leave out how ∇L depends on λ and w, as the papers do. The hypergradient is then not the derivative
-            of f_T.
+        first_order: treat ∇L as a constant in the derivative, as the papers do. The hypergradient is then not the
+            derivative of f_T.
         log_range: p of `log_and_sign`.
     """
 
@@ -50,11 +50,11 @@ class RecurrentOptions(MAMLOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedOptimizerOptions(RecurrentOptions):
-    """The settings of `LearnedOptimizer`. inner_lr is the factor of the network's output."""
+    """The settings of `LearnedOptimizer`. `inner_lr` multiplies the output of the LSTM."""
 
 
 class CoordinateLSTM(nn.Module):
-    """Two LSTM layers and a linear one, from the two inputs of a coordinate to its change."""
+    """Two LSTM layers and a linear layer, from the two inputs of a coordinate to its update."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class CoordinateLSTM(nn.Module):
 
 @dataclass(frozen=True)
 class RecurrentDescent(Dynamics):
-    """(w_t, s_t) = m_λ(w_{t−1}, ∇L, L, s_{t−1}), the coordinates of w in one vector.
+    """(w_t, s_t) = m_λ(w_{t−1}, ∇L, L, s_{t−1}), with all coordinates of w in one vector.
 
     Args:
         weights: the leaves of λ that a step uses.
         move: m, a function of these weights, w, ∇L, L and s.
         begin: s_0 for a vector w.
-        first_order: take ∇L and L for constants in the derivative of a step.
+        first_order: whether ∇L and L are constants in the derivative of a step.
     """
 
     weights: Weights
@@ -89,12 +89,12 @@ class RecurrentDescent(Dynamics):
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
         values: list[Tensor] = []
 
-        def noted(point: Tree) -> Tensor:
+        def recorded_loss(point: Tree) -> Tensor:
             values.append(loss(point))
             return values[-1]
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.first_order):
-            slopes = trees.to_vector(trees.leaves(gradient(noted, w)))
+            slopes = trees.to_vector(trees.leaves(gradient(recorded_loss, w)))
         value = values[-1] if torch.is_grad_enabled() and not self.first_order else values[-1].detach()
         leaves, spec = trees.flatten(w)
         after, state = self.move(self.weights, trees.to_vector(leaves), slopes, value, state)
@@ -102,7 +102,7 @@ class RecurrentDescent(Dynamics):
 
 
 def log_and_sign(x: Tensor, p: float) -> Tensor:
-    """(log|x|/p, sign x) where |x| ≥ e⁻ᵖ, else (−1, eᵖx): magnitudes of all orders as inputs near ±1 (Appendix A).
+    """(log|x|/p, sign x) if |x| ≥ e⁻ᵖ, else (−1, eᵖx): inputs of moderate size for any magnitude (Appendix A).
 
     >>> log_and_sign(torch.tensor([-1.0, 0.0]), 10.0).abs()
     tensor([[0., 1.],
@@ -115,7 +115,7 @@ def log_and_sign(x: Tensor, p: float) -> Tensor:
 
 
 class RecurrentLearner(MAML):
-    """A learner whose Φ_t is a recurrent network on coordinates, the same for every coordinate of w."""
+    """A learner whose Φ_t is a recurrent network, applied to every coordinate of w separately."""
 
     strategy: ClassVar[str] = "optimisation"
     stacks = False  # the recurrent network sees the loss of one episode
@@ -138,20 +138,20 @@ class RecurrentLearner(MAML):
 
     @abstractmethod
     def begin(self, w: Tensor) -> Tree:
-        """The state of the recurrent network before the first step."""
+        """The initial state of the recurrent network for a vector w."""
 
     @abstractmethod
     def move(self, lam: Weights, w: Tensor, slopes: Tensor, loss: Tensor, state: Tree) -> tuple[Tensor, Tree]:
-        """The next w and state; slopes is ∇L(w)."""
+        """The next w and state; `slopes` is ∇L(w)."""
 
 
 class LearnedOptimizer(RecurrentLearner):
     """w_t = w_{t−1} + η·m_t, (m_t, s_t) = LSTM_λ(∇L(w_{t−1}), s_{t−1}): one network for all coordinates, Φ_t(λ).
 
-    λ is the LSTM, of two layers, and the network of the features. w is by default the last layer, which begins at
-    zero; with adapts=all the network's weights are part of w too, and λ holds their start. Gradients are given to the
-    LSTM by `log_and_sign`, and are taken for constants by the hypergradient (first_order), both as in the paper. The
-    paper adds up the losses of all steps; here the objective is f_T, as for all learners.
+    λ is the LSTM with two layers, and the network of the features. By default w is the last layer, which begins at
+    zero. With adapts=all the network's weights are part of w too, and λ holds their start. `log_and_sign` scales the
+    gradients for the LSTM, and the hypergradient treats them as constants (first_order), both as in the paper. The
+    paper's objective is the sum of the losses of all steps; here it is f_T, as for all learners.
     """
 
     Options: ClassVar[type[LearnerOptions]] = LearnedOptimizerOptions

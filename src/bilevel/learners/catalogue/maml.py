@@ -1,4 +1,4 @@
-"""MAML (Finn, Abbeel and Levine, 2017): λ is the start from which T steps on all weights make a good classifier."""
+"""MAML (Finn, Abbeel and Levine, 2017): λ is the start of T gradient steps on all weights of a classifier."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.bilevel_learner import BilevelLearner, DescentOptions
 from bilevel.methods.reverse import Reverse
-from bilevel.models._networks import stacked
 from bilevel.models.batch_norm import Mode
+from bilevel.models.networks import stacked
 from bilevel.problem import Problem, Task
 
-# Support images of this size are adapted to together. Where images are larger, small operations are a small cost.
+# The bytes of support images in one stacked problem. Stacking saves the overhead of small operations, so large images
+# do not need it.
 TOGETHER_BYTES = 256 * 1024
 Weights = Mapping[str, Tensor]
 HEAD = "head.weight"
@@ -32,9 +33,9 @@ class MAMLOptions(DescentOptions):
     """The settings of `MAML`.
 
     Args:
-        head: how the last layer begins. "zero", for any number of classes; "learned", as in the paper, part of λ and
-            for one number of classes only.
-        head_ways: the number of classes of a learned head; in a training, by default, that of its episodes.
+        head: the start of the last layer: "zero", for any number of classes, or "learned", as in the paper: part of λ,
+            and for one number of classes only.
+        head_ways: the number of classes of a learned head. In a training it is by default that of the episodes.
     """
 
     head: Literal["zero", "learned"] = "zero"
@@ -44,11 +45,11 @@ class MAMLOptions(DescentOptions):
 class MAML(BilevelLearner):
     """Initialisation as a bilevel problem: w is all weights of network and last layer, Φ_0(λ) = λ, T steps.
 
-    A last layer that begins with one vector for all classes gives the same logits, up to a shift that a softmax does
-    not see, as one that begins at zero. So "zero" is also the start that does not depend on how classes are numbered.
+    With head=zero the start does not depend on the numbering of the classes. It is the only such start: if all classes
+    began with another common vector, all logits of an image would change by the same number, which the softmax ignores.
 
-    Batch norm is the paper's: every set by its own statistics. The paper's step size for Omniglot is 0.4, with one
-    step; the default here is 0.1, because five steps of 0.4 learn more slowly.
+    Batch norm is the paper's: every set uses its own statistics. The paper takes one step of size 0.4 on Omniglot. The
+    default here is 0.1, because training with five steps of 0.4 is slower.
     """
 
     Options: ClassVar[type[LearnerOptions]] = MAMLOptions
@@ -72,33 +73,34 @@ class MAML(BilevelLearner):
     def check_episode(self, ways: int, shots: int) -> None:
         if self.options.head == "learned" and ways != self.options.head_ways:
             raise BilevelError(
-                f"This {self.name} has a learned head for {self.options.head_ways} classes and cannot tell {ways} "
-                "apart. "
+                f"This {self.name} has a learned head for {self.options.head_ways} classes and cannot classify {ways}. "
                 f"Set head_ways={ways} for a new training, or head=zero for any number of classes."
             )
 
     @property
     def adapts_network(self) -> bool:
-        """Whether w has the weights of the network, or of the last layer only."""
+        """Whether w holds the weights of the network too, and not only those of the last layer."""
         return True
 
     @property
     def stacks(self) -> bool:
-        """Whether several episodes are one problem, whose w has a first axis for them. Every episode moves as if alone,
-        but all take one step at a time."""
+        """Whether several episodes are one problem, whose w has a first axis for episodes.
+
+        The episodes remain independent, but their steps are computed together.
+        """
         return self.adapts_network
 
     @property
     def offsets(self) -> bool:
-        """Whether w stands for what is added to λ, with w_0 = 0 (Section 2.2's w + λ).
+        """Whether w is the difference from λ, with w_0 = 0 and weights λ + w (as in Section 2.2).
 
-        The steps and f_T are the same. It is for methods that ignore the dynamics: ∇_λ E(λ + w_T) with w_T held fixed
-        is the first-order approximation of Finn et al.
+        The iterates λ + w_t and f_T are the same. Methods that ignore the dynamics need this form: ∇_λ E(λ + w_T) with
+        w_T constant is the first-order approximation of Finn et al.
         """
         return not (self.method or self.default_method).sees_dynamics
 
     def initial(self, lam: Weights, ways: int) -> dict[str, Tensor]:
-        """The weights that an episode begins with."""
+        """The weights at the start of an episode."""
         names = self.representation.names if self.adapts_network else []
         zero = next(iter(lam.values())).new_zeros(self.features, ways)
         return {HEAD: lam.get(HEAD, zero), **{name: lam[name] for name in names}}
@@ -108,46 +110,49 @@ class MAML(BilevelLearner):
         return {name: torch.zeros_like(value) for name, value in first.items()} if self.offsets else first
 
     def weights(self, w: Weights, lam: Weights) -> dict[str, Tensor]:
-        """The weights that w stands for."""
+        """The weights of the classifier for a given w."""
         return {name: lam[name] + value if self.offsets and name in lam else value for name, value in w.items()}
 
     def logits(self, w: Weights, lam: Weights, images: Tensor) -> Tensor:
         weights = self.weights(w, lam)
-        features = self.representation.here().together(weights, images) if self.adapts_network else images
+        features = self.representation.of_this_thread().together(weights, images) if self.adapts_network else images
         return features @ weights[HEAD]
 
-    # ------------------------------------------------------------------------------------------- episodes together
+    # ------------------------------------------------------------------------------------------- stacked episodes
 
     def group_size(self, meta_batch: int) -> int:
         return max(1, min(self.chunk, meta_batch // 2)) if self.stacks else super().group_size(meta_batch)
 
     def chunk_size(self, count: int) -> int:
-        threads = 1 if self.representation.alone() else torch.get_num_threads()
+        threads = 1 if self.representation.single_threaded() else torch.get_num_threads()
         return min(self.chunk, ceil(count / threads))
 
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
         if not self.stacks:
             return super().chunk_hypergradient(task)
         (images, labels), method = task.train, self.method or self.default_method
-        saves = isinstance(method, Reverse) and method.saves_memory
-        size = 1 if saves else max(1, TOGETHER_BYTES // images[0].nbytes)
+        saves_memory = isinstance(method, Reverse) and method.saves_memory
+        size = 1 if saves_memory else max(1, TOGETHER_BYTES // images[0].nbytes)
         parts = [torch.split(x, size) for x in (images, labels, *task.val[:2])]
-        found = []
+        shares, results = [], []
         for support, classes, queries, answers in zip(*parts, strict=True):
             problem = self._stacked(int(labels.max()) + 1, len(support))
-            one = Task((support, classes), (queries, answers))
-            result = hypergradient(problem, self.lam, one, dynamics=self.dynamics, steps=self.steps, method=method)
-            found.append((len(support) / len(images), result))
-        value = torch.stack([share * result.value for share, result in found]).sum()
-        return value, trees.map(lambda *grads: _weighted(grads, found), *(result.grad for _, result in found))
+            part = Task((support, classes), (queries, answers))
+            results.append(
+                hypergradient(problem, self.lam, part, dynamics=self.dynamics, steps=self.steps, method=method)
+            )
+            shares.append(len(support) / len(images))
+        value = _weighted_sum(shares, [result.value for result in results])
+        grads = [result.grad for result in results]
+        return value, trees.map(lambda *leaves: _weighted_sum(shares, leaves), *grads)
 
     def _stacked(self, ways: int, count: int) -> Problem:
-        """The problem of so many episodes, whose f_T is the mean of theirs; built once."""
+        """The problem of `count` stacked episodes, whose f_T is the mean over them. It is built once."""
 
         def inner(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
             (images, labels), weights = batch, self.weights(w, lam)
-            with self.representation.here().unfused():
-                logits = torch.bmm(self.representation.here().networks(weights, images), weights[HEAD])
+            with self.representation.of_this_thread().unfused():
+                logits = torch.bmm(self.representation.of_this_thread().networks(weights, images), weights[HEAD])
             return sum_of_balanced_losses(logits, labels)
 
         def outer(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -165,8 +170,8 @@ class MAML(BilevelLearner):
     def problem(self, ways: int, *, training: bool = True) -> Problem:
         def encode(lam: Weights, task: Task) -> Task:
             (images, labels), (queries, answers) = task.train, task.val
-            known, asked = self.representation.here().sets(lam, images, queries, training=training)
-            return Task((known, labels), (asked, answers))
+            support, query = self.representation.of_this_thread().sets(lam, images, queries, training=training)
+            return Task((support, labels), (query, answers))
 
         problem = super().problem(ways, training=training)
         return problem if self.adapts_network else replace(problem, encode=encode)
@@ -184,5 +189,5 @@ def sum_of_balanced_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") @ weights.flatten()
 
 
-def _weighted(grads: Sequence[Tensor], found: Sequence[tuple[float, Any]]) -> Tensor:
-    return torch.stack([share * grad for grad, (share, _) in zip(grads, found, strict=True)]).sum(0)
+def _weighted_sum(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([weight * tensor for weight, tensor in zip(weights, tensors, strict=True)]).sum(0)

@@ -21,8 +21,8 @@ class MatchingOptions(NetworkOptions):
 
     Args:
         sharpness: the factor β on cosines before the softmax.
-        context: whether the features of an image depend on the whole support set (full context embeddings).
-        reads: K, how often a query's LSTM reads the support set; it is used with `context`.
+        context: whether the features of an image depend on all support images (full context embeddings).
+        reads: K, how often the LSTM of a query reads the support set. Only used with `context`.
     """
 
     sharpness: float = 10.0
@@ -43,12 +43,12 @@ class Matching(ScoringLearner):
 
         r_k = Σ_i softmax_i(s_kᵀ g(x_i)) g(x_i),   s_{k+1} = h_λ(x) + LSTM([h_λ(x), r_k], s_k),   s_0 = 0
 
-    There is no inner problem. Without `context` the strategy is a metric; with it, the support set is read by a
-    recurrent map.
+    There is no inner problem. Without `context` the strategy is a metric. With it, a recurrent network reads the
+    support set.
 
-    Choices: the paper has β = 1, which bounds p(c | x) by 0.65 in 5-way 1-shot episodes; the default is 10. A sequence
-    needs an order, and the LSTM over the support set takes it class by class, so `context` is not symmetric in the
-    classes. The paper feeds [s_k, r_k] as the LSTM's state; as an input, r_k enters the same affine maps.
+    Choices: the paper has β = 1, which bounds p(c | x) by 0.65 in 5-way 1-shot episodes; the default here is 10. The
+    LSTM over the support set reads it class by class, so with `context` the learner is not symmetric in the classes. In
+    the paper [s_k, r_k] is the state of the LSTM; here r_k is an input, which enters the same affine maps.
     """
 
     strategy: ClassVar[str] = "metric"
@@ -65,22 +65,22 @@ class Matching(ScoringLearner):
             self.add_part("query_lstm", nn.LSTMCell(2 * size, size))
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
+        support, queries = self.represent(lam, episode)
         order = episode.labels.argsort(stable=True)
-        known, labels = known[order], episode.labels[order]
+        support, labels = support[order], episode.labels[order]
         if self.options.context:
-            known, asked = self._in_context(lam, known, asked)
-        cosines = F.normalize(asked, dim=1) @ F.normalize(known, dim=1).mT
+            support, queries = self._in_context(lam, support, queries)
+        cosines = F.normalize(queries, dim=1) @ F.normalize(support, dim=1).mT
         of_class = F.one_hot(labels, episode.ways).to(cosines).log()  # 0, or −∞ for other classes
         return torch.logsumexp(self.options.sharpness * cosines[:, :, None] + of_class, 1)
 
-    def _in_context(self, lam: Mapping[str, Tensor], known: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_context(self, lam: Mapping[str, Tensor], support: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
         """g of the support set and f of the queries."""
-        both_ways, _ = self.part("support_lstm", lam, known)
-        known = known + both_ways.unflatten(1, (2, -1)).sum(1)
-        state = cell = torch.zeros_like(asked)
+        outputs, _ = self.part("support_lstm", lam, support)
+        support = support + outputs.unflatten(1, (2, -1)).sum(1)
+        state = cell = torch.zeros_like(queries)
         for _ in range(self.options.reads):
-            read = (state @ known.mT).softmax(1) @ known
-            hidden, cell = self.part("query_lstm", lam, torch.cat([asked, read], 1), (state, cell))
-            state = asked + hidden
-        return known, state
+            read = (state @ support.mT).softmax(1) @ support
+            hidden, cell = self.part("query_lstm", lam, torch.cat([queries, read], 1), (state, cell))
+            state = queries + hidden
+        return support, state

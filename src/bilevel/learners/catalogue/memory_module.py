@@ -20,9 +20,9 @@ class MemoryModuleOptions(NetworkOptions):
     """The settings of `MemoryModule`.
 
     Args:
-        slots: how many keys fit into the memory.
-        margin: how much nearer the nearest right key should be than the nearest wrong one.
-        sharpness: the factor on cosines that makes them logits.
+        slots: the number of keys that fit into the memory.
+        margin: the wanted difference between the largest cosine with a key of the right class and with any other key.
+        sharpness: the factor that turns cosines into logits.
     """
 
     slots: int = 256
@@ -39,7 +39,7 @@ class MemoryModuleOptions(NetworkOptions):
 
 @dataclass(frozen=True)
 class KeyMemory:
-    """The slots in use: keys of length 1 (slots × F), their classes, and the writes since each was last changed."""
+    """The slots in use: keys of length 1 (slots × F), their classes, and the writes since each was changed."""
 
     keys: Tensor
     values: Tensor
@@ -47,15 +47,15 @@ class KeyMemory:
 
     @classmethod
     def empty(cls, like: Tensor) -> KeyMemory:
-        """No slot in use; keys are as long as the rows of `like`."""
+        """An empty memory for keys with as many entries as a row of `like`."""
         none = torch.zeros(0, dtype=torch.long, device=like.device)
         return cls(like.new_zeros(0, like.shape[1]), none, none)
 
     def write(self, key: Tensor, value: Tensor, slots: int) -> KeyMemory:
-        """The memory after it was asked for `key` and told that the answer is `value`.
+        """The memory after a labelled image with this key and class was written.
 
-        If the nearest key has that value, the key moves to the normalised sum of both. If not, the new key and value
-        take a free slot, or the oldest one of a full memory. The changed slot has age 0; all others grow older by 1.
+        If the nearest key has that class, it is replaced by the normalised sum of both keys. If not, the new key takes
+        a free slot, or the oldest slot of a full memory. The changed slot has age 0; the age of all others grows by 1.
         """
         if len(self.keys):
             nearest = int((self.keys @ key).argmax())
@@ -69,15 +69,15 @@ class KeyMemory:
         return grown._with(len(self.keys), key, value)
 
     def _with(self, slot: int, key: Tensor, value: Tensor) -> KeyMemory:
-        here = torch.arange(len(self.keys), device=key.device) == slot
+        changed = torch.arange(len(self.keys), device=key.device) == slot
         return KeyMemory(
-            torch.where(here[:, None], key, self.keys),
-            torch.where(here, value, self.values),
-            torch.where(here, 0, self.ages + 1),
+            torch.where(changed[:, None], key, self.keys),
+            torch.where(changed, value, self.values),
+            torch.where(changed, 0, self.ages + 1),
         )
 
     def best(self, queries: Tensor, ways: int) -> Tensor:
-        """The largest cosine of every query and a key of every class; −1 for a class without a key."""
+        """The largest cosine of every query with the keys of every class, M×ways; −1 for a class without a key."""
         cosines = queries @ self.keys.mT
         of_class = F.one_hot(self.values, ways).bool()
         return torch.where(of_class, cosines[:, :, None], cosines.new_full((), -1)).amax(1)
@@ -86,18 +86,18 @@ class KeyMemory:
 class MemoryModule(ScoringLearner):
     """The class of x is the value of the nearest key, argmax over slots of q(x)ᵀk with q(x) = h_λ(x)/‖h_λ(x)‖.
 
-    The support images are written one after the other by `KeyMemory.write`. The training objective is the margin loss
+    `KeyMemory.write` writes the support images one after the other. The training objective is the margin loss
 
         max(0, margin + (largest cosine with a key of a wrong class) − (largest cosine with a key of the right class))
 
-    In the bilevel framework the memory is w. It begins empty, and Φ_t(w_{t−1}, λ) writes the t-th support image: a
-    recurrent map without an inner objective.
+    In the bilevel framework the memory is w. It begins empty, and Φ_t(w_{t−1}, λ) writes the t-th support image. There
+    is no inner objective.
 
-    Choices: the memory begins empty in every episode, because the classes are new. The paper takes the keys as given;
-    here they are functions of λ and differentiated too. The margin loss looks at all slots and not at the k nearest
-    ones, and its margin is 0.5 (the paper's code has 0.1), since the loss has no gradient once the margin is kept. The
-    oldest slot is chosen without random noise on the ages. The images are written in rounds, one of every
-    class in each; the order matters, so the learner is not symmetric in the classes when there are several shots.
+    Choices: the memory begins empty in every episode, because the classes are new. In the paper the keys are constants;
+    here they are functions of λ and are differentiated too. The margin loss uses all slots and not the k nearest ones.
+    Its margin is 0.5 (the paper's code has 0.1), because the gradient is zero once the margin is reached. The oldest
+    slot is chosen without random noise on the ages. The images are written in rounds, each with one image of every
+    class. The order matters, so with several shots the learner is not symmetric in the classes.
     """
 
     strategy: ClassVar[str] = "memorisation"
@@ -107,16 +107,16 @@ class MemoryModule(ScoringLearner):
     def check_episode(self, ways: int, shots: int) -> None:
         if ways > self.options.slots:
             raise BilevelError(
-                f"A memory of {self.options.slots} slots cannot hold {ways} classes; set slots={ways} or more."
+                f"A memory with slots={self.options.slots} cannot hold {ways} classes; set slots={ways} or more."
             )
 
     def best_cosines(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        """The largest cosine of every query and a key of every class, M×ways, after all support images were written."""
-        known, asked = (F.normalize(features, dim=1) for features in self.represent(lam, episode))
-        memory = KeyMemory.empty(known)
+        """`KeyMemory.best` of the queries, M×ways, after all support images were written."""
+        support, queries = (F.normalize(features, dim=1) for features in self.represent(lam, episode))
+        memory = KeyMemory.empty(support)
         for i in in_rounds(episode.labels):
-            memory = memory.write(known[i], episode.labels[i], self.options.slots)
-        return memory.best(asked, episode.ways)
+            memory = memory.write(support[i], episode.labels[i], self.options.slots)
+        return memory.best(queries, episode.ways)
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
         return self.options.sharpness * self.best_cosines(lam, episode)
@@ -129,10 +129,10 @@ class MemoryModule(ScoringLearner):
 
 
 def in_rounds(labels: Tensor) -> list[int]:
-    """Places in an order that takes one image of every class, then the next one of every class.
+    """The positions of images in rounds: the first image of every class, then the second of every class, …
 
     >>> in_rounds(torch.tensor([1, 1, 0, 0, 1]))
     [2, 0, 3, 1, 4]
     """
-    listed = labels.tolist()
-    return sorted(range(len(listed)), key=lambda i: (listed[:i].count(listed[i]), listed[i]))
+    classes = labels.tolist()
+    return sorted(range(len(classes)), key=lambda i: (classes[:i].count(classes[i]), classes[i]))

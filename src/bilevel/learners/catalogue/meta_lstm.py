@@ -20,18 +20,18 @@ from bilevel.learners.catalogue.learned_optimizer import (
 from bilevel.learners.catalogue.maml import Weights
 from bilevel.trees import Tree
 
-# The bias of the forget gate, which begins at σ(5) = 0.993.
+# The initial bias of the forget gate, so that the gate begins at σ(5) = 0.993.
 FORGET = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetaLSTMOptions(RecurrentOptions):
-    """The settings of `MetaLSTM`. inner_lr, below 1, is where the input gate begins."""
+    """The settings of `MetaLSTM`. `inner_lr`, below 1, is the initial value of the input gate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.inner_lr < 1:
-            raise BilevelError(f"inner_lr={self.inner_lr} must be below 1: it is the value of a gate.")
+            raise BilevelError(f"inner_lr={self.inner_lr} must be below 1, because it is the value of a gate.")
 
 
 class Gates(nn.Module):
@@ -54,15 +54,15 @@ class Gates(nn.Module):
 
 
 class MetaLSTM(RecurrentLearner):
-    """c_t = f_t ⊙ c_{t−1} + i_t ⊙ c̃_t with c = w, c̃_t = −∇L(w_{t−1}): forgetting and step sizes are learned gates.
+    """c_t = f_t ⊙ c_{t−1} + i_t ⊙ c̃_t with c = w, c̃_t = −∇L(w_{t−1}): the gate f and the step size i are learned.
 
         f_t = σ(W_F [h_t, w_{t−1}, f_{t−1}] + b_F),   i_t = σ(W_I [h_t, w_{t−1}, i_{t−1}] + b_I)
 
-    h_t is a usual LSTM layer on gradient and loss, both by `log_and_sign`. All coordinates share the gates' weights,
-    which are λ, with the network and the start c_0. Gradient and loss are taken for constants by the hypergradient
-    (first_order), as in the paper. Choices: w is by default the last layer on the features of a network in λ, and
-    c_0 = 0 there (head=learned makes it part of λ); with adapts=all, as in the paper, c_0 is all weights. The forget
-    gate begins at 0.993 and the input gate at inner_lr.
+    h_t is the output of an LSTM layer on the gradient and the loss, both scaled by `log_and_sign`. All coordinates
+    share the weights of the gates, which are leaves of λ with the network and the start c_0. The hypergradient treats
+    gradient and loss as constants (first_order), as in the paper. Choices: by default w is the last layer, with c_0 = 0
+    (with head=learned, c_0 is part of λ). With adapts=all, as in the paper, w is all weights. The forget gate begins at
+    0.993 and the input gate at inner_lr.
     """
 
     Options: ClassVar[type[LearnerOptions]] = MetaLSTMOptions

@@ -13,9 +13,9 @@ class MetaSGD(MAML):
     """w_0 = λ, w_t = w_{t−1} − α ⊙ ∇L(w_{t−1}): λ holds the start and α, one step size per weight.
 
     As in the paper α is not constrained, so it may become negative. Choices: every α begins at inner_lr, so that the
-    untrained learner is `maml` (the paper draws them at random), and T is 5 (the paper: 1). A last layer that begins at
-    zero has one α per feature, which all classes share; a learned one has one per weight. The methods that do not
-    differentiate the steps cannot learn α and refuse.
+    untrained learner is `maml` (in the paper α is random), and T is 5 (in the paper 1). With head=zero the last layer
+    has one α per feature, which all classes share; with head=learned one α per weight. Methods that do not
+    differentiate the steps refuse this learner, because they cannot compute the derivative in α.
     """
 
     def build(self) -> None:

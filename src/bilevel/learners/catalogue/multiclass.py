@@ -1,4 +1,4 @@
-"""Pretraining on all classes of meta-training at once: a stage before the bilevel problem, and the usual baseline."""
+"""Pretraining on all classes of meta-training: a common baseline, and a stage before the bilevel problem."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Multiclass(HyperRepresentation):
-    """λ is trained on the cross-entropy of all classes at once, on the next images of a shuffled stream.
+    """λ is trained on the cross-entropy over all classes of meta-training, with minibatches of images.
 
-    New classes are learned as by `HyperRepresentation`: T steps from zero on the features. Validation is on episodes,
-    so that runs can be compared with those of the bilevel problem.
+    New classes are learned as in `HyperRepresentation`: T steps from zero on the features. Validation uses episodes, so
+    that runs can be compared with those of the bilevel problem.
     """
 
     strategy: ClassVar[str] = "baseline"
@@ -36,18 +36,18 @@ class Multiclass(HyperRepresentation):
         return ImageStream(settings, data)
 
     def hypergradient(self, episodes: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of labelled images of all classes, and its gradient."""
+        """The loss on labelled images of all classes (`ImageStream.draw`), and its gradient."""
         device = next(iter(self.lam.values())).device
         images, labels = (x.to(device) for x in episodes)
         lam = {name: leaf.detach().requires_grad_() for name, leaf in self.lam.items()}
         with torch.enable_grad():
-            features = self.representation.here().together(lam, images)[:, :-1]
+            features = self.representation.of_this_thread().together(lam, images)[:, :-1]
             loss = self.loss(lam, features, labels)
-            # A cosine classifier does not see the length of normalised features, for example.
+            # λ may have unused leaves: a cosine classifier does not depend on the length of normalised features.
             grads = torch.autograd.grad(loss, list(lam.values()), allow_unused=True, materialize_grads=True)
         return loss.detach(), dict(zip(lam, grads, strict=True))
 
     def loss(self, lam: Mapping[str, Tensor], features: Tensor, labels: Tensor) -> Tensor:
-        """The cross-entropy of all classes."""
+        """The cross-entropy over all classes."""
         assert self.class_loss is not None
         return self.class_loss(lam, features, labels)

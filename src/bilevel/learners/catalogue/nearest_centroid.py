@@ -1,4 +1,4 @@
-"""The nearest class mean in a space that is given: what a network is worth without learning to learn."""
+"""The nearest class mean in the features of a fixed network: a baseline without training."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bilevel.learners.scoring_learner import Episode, ScoringLearner, class_mean
 
 
 class NearestCentroid(ScoringLearner):
-    """score(x, c) = −‖φ(x) − μ_c‖² with a network that stays as it is: random, or with the weights of `--initial`."""
+    """score(x, c) = −‖φ(x) − μ_c‖² with a fixed network φ: random, or with the weights of `--initial`."""
 
     strategy: ClassVar[str] = "baseline"
     trains = False
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
-        return squared_distances(asked, class_means(known, episode.labels, episode.ways)).neg()
+        support, queries = self.represent(lam, episode)
+        return squared_distances(queries, class_means(support, episode.labels, episode.ways)).neg()

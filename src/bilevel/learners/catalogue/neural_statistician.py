@@ -1,4 +1,4 @@
-"""The neural statistician (Edwards and Storkey, 2017): a variational context for every class, as a set of images."""
+"""The neural statistician (Edwards and Storkey, 2017): a variational context for the set of images of a class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NeuralStatisticianOptions(NetworkOptions):
         context: the size of the context c of a set.
         latent: the size of the latent variable z of an image.
         hidden: the width of the dense networks.
-        set_size: the largest number of images of a set in training.
+        set_size: the largest number of images in a set in training.
     """
 
     context: int = 64
@@ -42,22 +42,23 @@ class NeuralStatisticianOptions(NetworkOptions):
 
 
 class NeuralStatistician(ScoringLearner):
-    """score(x, k) = −KL(q(c | D_k) ‖ q(c | x)), D_k the support images of class k and q(c | D) the context of a set.
+    """score(x, k) = −KL(q(c | D_k) ‖ q(c | x)) with the support images D_k of class k, and q(c | D) the context of D.
 
-    The statistic network q(c | D) is a normal distribution whose mean and scale are a function of the mean of h_λ over
-    D. The training objective is the negative evidence lower bound of sets D of images of one class, per pixel,
+    The statistic network q(c | D) is a normal distribution whose mean and scale are functions of the mean of h_λ over
+    D. The training objective is minus the evidence lower bound of sets D of images of one class, divided by the number
+    of pixels of the images,
 
         E_q(c|D) Σ_x { E_q(z|x,c) log p(x | z, c) − KL(q(z | x, c) ‖ p(z | c)) } − KL(q(c | D) ‖ N(0, 1))
 
-    over the number of images of D. The labels say which images make a set, and nothing else.
+    The labels are only used to form the sets.
 
-    In the bilevel framework there is no inner loop: amortised inference q(c | D) replaces the search for the best
-    approximate posterior of a set, which would be the inner problem, and λ holds both q and the generative model.
+    In the bilevel framework the inner problem would be the search for the best approximate posterior of a set.
+    Amortised inference q(c | D) replaces it, so there is no inner loop. λ holds both q and the generative model.
 
-    Choices: an episode's images of a class, support and queries, are cut into sets of `set_size`. There is one layer of
-    latent variables z. p(x | z, c) is normal with one learned scale, since images need not be binary, and its mean is a
-    dense network. The noise of the reparametrised samples is a function of the episode's pixels, so the
-    objective is a function of λ and the episode. Scores use no samples.
+    Choices: the images of a class in an episode, support and queries, are divided into sets of at most `set_size`.
+    There is one layer of latent variables z. p(x | z, c) is normal with one learned scale, because images need not be
+    binary, and its mean is a dense network. The seed of the samples is a function of the pixels of the episode, so the
+    objective is a function of λ and the episode. Scores need no samples.
     """
 
     strategy: ClassVar[str] = "memorisation"
@@ -72,14 +73,14 @@ class NeuralStatistician(ScoringLearner):
         self.add_part("decoder", _dense(options.context + options.latent, options.hidden, math.prod(self.shape)))
 
     def contexts(self, lam: Mapping[str, Tensor], pooled: Tensor) -> Normal:
-        """q(c | D) of every set, from the means of its features."""
+        """q(c | D) of every set, from the mean features of the set."""
         return _normal(self.part("statistic", lam, pooled))
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
-        classes = self.contexts(lam, class_means(known, episode.labels, episode.ways))
-        queries = self.contexts(lam, asked[:, None])
-        return -kl_divergence(classes, queries).sum(-1)
+        support, queries = self.represent(lam, episode)
+        of_classes = self.contexts(lam, class_means(support, episode.labels, episode.ways))
+        of_queries = self.contexts(lam, queries[:, None])
+        return -kl_divergence(of_classes, of_queries).sum(-1)
 
     def episode_loss(self, lam: Mapping[str, Tensor], episode: Episode, answers: Tensor) -> Tensor:
         features = torch.cat(self.represent(lam, episode))
@@ -100,7 +101,7 @@ class NeuralStatistician(ScoringLearner):
 
 
 def sets_of(labels: Tensor, size: int) -> Tensor:
-    """The number of the set of every image: images of one class, at most `size` of them, sets of nearly one size.
+    """The number of the set of every image. A set has at most `size` images of one class; sets have similar sizes.
 
     >>> sets_of(torch.tensor([0, 1, 0, 0, 1]), 2)
     tensor([0, 2, 1, 0, 2])
@@ -115,7 +116,7 @@ def sets_of(labels: Tensor, size: int) -> Tensor:
 
 
 def seed_of(images: Tensor) -> int:
-    """A number that depends on every pixel, and not on the order of summation."""
+    """A seed that depends on every pixel, and not on the order of the images."""
     return int(images.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64)) % 2**62
 
 
@@ -125,9 +126,9 @@ def _dense(inputs: int, hidden: int, outputs: int) -> nn.Module:
     )
 
 
-def _normal(both: Tensor) -> Normal:
-    """Normal distributions of independent entries, from means and what a softplus makes scales of."""
-    mean, scale = both.chunk(2, dim=-1)
+def _normal(parameters: Tensor) -> Normal:
+    """Independent normal distributions: the first half are means, and the softplus of the second half are scales."""
+    mean, scale = parameters.chunk(2, dim=-1)
     return Normal(mean, F.softplus(scale) + 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""The nearest class mean of raw pixels: the baseline that every learner has to pass."""
+"""The nearest class mean of raw pixels: a baseline that every trained learner should exceed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prototypical networks (Snell, Swersky and Zemel, 2017): the nearest class mean in a learned space."""
+"""Prototypical networks (Snell, Swersky and Zemel, 2017): the nearest class mean in learned features."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bilevel.learners.scoring_learner import Episode, ScoringLearner, class_mean
 class Prototypical(ScoringLearner):
     """score(x, c) = −‖h_λ(x) − μ_c‖², μ_c the mean of h_λ over the support images of class c.
 
-    There is no inner problem: μ_c is the minimiser of the mean squared distance to the features of class c, so this is
-    the bilevel problem whose inner solution is known.
+    μ_c is the minimiser of the mean squared distance to the features of class c. So this is a bilevel problem whose
+    inner solution is known, and there is no inner problem to solve.
     """
 
     strategy: ClassVar[str] = "metric"
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
-        return squared_distances(asked, class_means(known, episode.labels, episode.ways)).neg()
+        support, queries = self.represent(lam, episode)
+        return squared_distances(queries, class_means(support, episode.labels, episode.ways)).neg()

@@ -1,4 +1,4 @@
-"""A sparse linear classifier: least squares with an L1 penalty, which chooses among the features."""
+"""A sparse linear classifier: least squares with an L1 penalty, which selects features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProximalHeadOptions(HeadOptions):
     """The settings of `ProximalHead`.
 
     Args:
-        penalty: ρ, the strength of the L1 penalty at the start of training.
+        penalty: ρ, the initial strength of the L1 penalty; it is learned.
         l2: the strength of the squared penalty, which makes L strongly convex.
     """
 
@@ -37,12 +37,12 @@ class ProximalHeadOptions(HeadOptions):
 class ProximalHead(SolvedHead):
     """w_λ = argmin of 1/(2n) ‖Φw − Y‖² + l2/2 ‖w‖² + ρ‖w‖₁, a sparse regression of one-hot labels; logits s·φᵀw.
 
-    w_λ is the limit of the proximal steps w ← prox(w − ∇L(w)) of `FISTA`. `ActiveSet` finds it from its signs and
-    differentiates at it. ρ and the scale s are part of λ; l2 is a setting.
+    w_λ is the limit of the proximal steps w ← prox(w − ∇L(w)) of `FISTA`. `ActiveSet` computes it from its signs and
+    differentiates there. ρ and the scale s are leaves of λ; l2 is a setting.
 
-    Open choices: the features of every episode are scaled to λ_max(ΦᵀΦ) = n, so that one step size converges and ρ
-    means the same on all of them. The bias is penalised too. Where classes have different numbers of images, the
-    squared errors are weighted such that every class counts the same.
+    Open choices: the features of every episode are scaled to λ_max(ΦᵀΦ) = n, so that one step size converges and ρ has
+    the same effect in all episodes. The bias is penalised too. If classes have different numbers of images, the squared
+    errors are weighted such that every class has the same weight.
     """
 
     Options: ClassVar[type[LearnerOptions]] = ProximalHeadOptions
@@ -56,7 +56,7 @@ class ProximalHead(SolvedHead):
         return torch.bmm(support.mT, support * share), torch.bmm(targets.mT, support * share)
 
     def inner(self, ways: int) -> LeastSquares:
-        return LeastSquares(partial(_same_for_all, self.options.l2, self.features))
+        return LeastSquares(partial(_squared_penalties, self.options.l2, self.features))
 
     def start(self, lam: Leaves, episodes: int, ways: int, examples: int) -> Tensor:
         return lam[PENALTY].double().new_zeros(episodes, ways, self.features)
@@ -68,12 +68,12 @@ class ProximalHead(SolvedHead):
     def dynamics(self) -> Callable[[Leaves], FISTA]:
         return partial(_proximal, self.options.l2)
 
-    def best_method(self, unknowns: int) -> Method:
+    def best_method(self) -> Method:
         return ActiveSet()
 
 
-def _same_for_all(l2: float, features: int, lam: Any) -> Tensor:
-    """The squared penalty of every feature."""
+def _squared_penalties(l2: float, features: int, lam: Any) -> Tensor:
+    """The strength of the squared penalty of every feature."""
     return lam[PENALTY].new_full((features,), l2).double()
 
 

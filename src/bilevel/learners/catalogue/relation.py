@@ -1,4 +1,4 @@
-"""Relation networks (Sung et al., 2018): a small network compares a query with a class."""
+"""Relation networks (Sung et al., 2018): a learned network compares a query with a class."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Relation(ScoringLearner):
 
     The training objective is the mean over queries and classes of (r(x, c) − [y = c])².
 
-    There is no inner problem: the strategy is a metric, given by a network.
+    There is no inner problem: the strategy is a metric that is computed by a network.
 
-    Choices: in the paper g compares feature maps by convolutions. A representation gives vectors here, so g has three
-    dense layers. The scores are the logits of r, which have the same order.
+    Choices: in the paper g compares feature maps by convolutions. Here the features are vectors, so g has three dense
+    layers. The scores are the logits of r, which have the same order as r.
     """
 
     strategy: ClassVar[str] = "metric"
@@ -47,10 +47,10 @@ class Relation(ScoringLearner):
         self.add_part("comparison", nn.Sequential(*layers, nn.Linear(hidden, 1)))
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
-        sums = F.one_hot(episode.labels, episode.ways).to(known).mT @ known
-        queries, ways = len(asked), episode.ways
-        pairs = torch.cat([sums.expand(queries, -1, -1), asked[:, None].expand(-1, ways, -1)], 2)
+        support, queries = self.represent(lam, episode)
+        sums = F.one_hot(episode.labels, episode.ways).to(support).mT @ support
+        rows = queries[:, None].expand(-1, episode.ways, -1)
+        pairs = torch.cat([sums.expand(len(queries), -1, -1), rows], 2)
         logits: Tensor = self.part("comparison", lam, pairs)
         return logits[:, :, 0]
 

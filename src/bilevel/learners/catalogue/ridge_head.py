@@ -1,4 +1,4 @@
-"""Ridge regression as the classifier (R2-D2; Bertinetto, Henriques, Torr and Vedaldi, 2019): a solved inner problem."""
+"""Ridge regression as the classifier, in closed form (R2-D2; Bertinetto, Henriques, Torr and Vedaldi, 2019)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BIAS = "head.bias"
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeHeadOptions(HeadOptions):
-    """The settings of `RidgeHead`: `scale` and `penalty` are s and ρ at the start of training."""
+    """The settings of `RidgeHead`: `scale` and `penalty` are the initial s and ρ."""
 
     scale: float = 10.0
 
@@ -25,13 +25,13 @@ class RidgeHeadOptions(HeadOptions):
 class RidgeHead(LinearHead):
     """W = Xᵀ(XXᵀ + ρI)⁻¹Y, ridge regression of one-hot labels Y on the features X; logits s·xᵀW.
 
-    W minimises ‖XW − Y‖² + ρ‖W‖². That is the inner problem, and its solution is known, so f(λ) is a plain function of
-    the features and is differentiated as one. s, ρ and the bias are part of λ. Where there are more examples than
-    features, the same W is computed as (XᵀX + ρI)⁻¹XᵀY.
+    W minimises ‖XW − Y‖² + ρ‖W‖², the inner problem. Its solution has a closed form, so autograd differentiates f(λ)
+    directly. s, ρ and the bias are leaves of λ. If there are more examples than features, the same W is computed as
+    (XᵀX + ρI)⁻¹XᵀY.
 
-    Open choices: the paper's bias is one number added to all logits, which a softmax ignores. Here the bias b is the
-    value of the constant feature, so it decides how strongly an intercept is penalised. Where classes have different
-    numbers of images, the squared errors are weighted such that every class counts the same.
+    Open choices: the paper adds one number to all logits as a bias, which the softmax ignores. Here the bias b is the
+    value of the constant feature, so a larger b means a weaker penalty on the intercept. If classes have different
+    numbers of images, the squared errors are weighted such that every class has the same weight.
     """
 
     Options: ClassVar[type[LearnerOptions]] = RidgeHeadOptions

@@ -1,4 +1,4 @@
-"""Siamese networks (Koch, Zemel and Salakhutdinov, 2015): are two images of the same class?"""
+"""Siamese networks (Koch, Zemel and Salakhutdinov, 2015): the probability that two images have the same class."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ WEIGHT, BIAS = "distance.weight", "distance.bias"
 
 
 class Siamese(ScoringLearner):
-    """P(x and x' are of one class) = σ(b + Σ_j α_j |h_j(x) − h_j(x')|).
+    """P(x and x' have the same class) = σ(b + Σ_j α_j |h_j(x) − h_j(x')|).
 
     λ is the network, α and b. The training objective is the cross-entropy of this probability on pairs of a query and
-    a support image. Pairs of one class and pairs of two classes have the same weight, as in the paper's training set.
+    a support image. Pairs of one class and pairs of two classes have the same total weight, as in the paper's training
+    set.
 
     There is no inner problem: the strategy is a metric that is learned on pairs.
 
-    Choices: with several support images, the score of a class is the mean of the pairs' logits. All α_j begin equal and
-    negative, so the first scores are those of the L1 distance.
+    Choices: with several support images, the score of a class is the mean of the logits of its pairs. All α_j begin
+    with the same negative value, so before training the scores depend on the L1 distance.
     """
 
     strategy: ClassVar[str] = "metric"
@@ -34,9 +35,9 @@ class Siamese(ScoringLearner):
         self.lam[BIAS] = like.new_full((), 2.0)
 
     def pair_logits(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        """The logit of "one class" for every query and support image, M×N."""
-        known, asked = self.represent(lam, episode)
-        return lam[BIAS] + (asked[:, None] - known[None]).abs() @ lam[WEIGHT]
+        """The logit of "the same class" for every query and support image, M×N."""
+        support, queries = self.represent(lam, episode)
+        return lam[BIAS] + (queries[:, None] - support[None]).abs() @ lam[WEIGHT]
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
         return class_means(self.pair_logits(lam, episode).mT, episode.labels, episode.ways).mT

@@ -16,7 +16,7 @@ from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner
 from bilevel.learners.settings import TrainingSettings
 
-# A sequence N×C, and queries M×C. Each query alone is the last element of a sequence of N + 1.
+# The support sequence N×C, and queries M×C. Each query is the last element of its own sequence of length N + 1.
 SupportAndQueries = tuple[Tensor, Tensor]
 
 
@@ -26,8 +26,8 @@ class SNAILOptions(NetworkOptions):
 
     Args:
         ways: the largest number of classes. `bilevel train` takes it from the episodes.
-        shots: with `ways`, it decides how far the convolutions reach.
-        filters: of each dense block; the attention blocks have as many values.
+        shots: together with `ways`, it determines how far back the convolutions reach.
+        filters: the number of filters of each convolution block, and of values of each attention block.
     """
 
     ways: int = 5
@@ -43,7 +43,7 @@ class SNAILOptions(NetworkOptions):
 
 
 class SNAIL(ScoringLearner):
-    """logits(x) = the last output of a causal network on (h(x_1), y_1), …, (h(x_N), y_N), (h(x), 0).
+    """logits(x) = the last output of a causal network for the sequence (h(x_1), y_1), …, (h(x_N), y_N), (h(x), 0).
 
     The network is attention, convolutions, attention, convolutions, attention, and a linear layer, as in the paper.
     Every block appends its outputs to its inputs:
@@ -51,13 +51,14 @@ class SNAIL(ScoringLearner):
         convolution with dilation d   out_t = tanh(u_t) σ(v_t),   (u_t, v_t) = A x_t + B x_{t−d} + b;   d = 1, 2, 4, …
         attention                     out_t = Σ_{s ≤ t} softmax_s(q_tᵀk_s / √F) v_s
 
-    In the bilevel framework there is no inner problem and no w: λ holds the whole learning algorithm, which is a
-    function from a sequence to an answer.
+    In the bilevel framework there is no inner problem and no w: λ is the learning algorithm, a function from a sequence
+    to a prediction.
 
-    Choices: the support images come class by class. An output and the one-hot label belong to a class number, so a
-    learner takes at most as many classes as it was built for, and is not symmetric in them. Any number of shots works;
-    beyond the number it was built for, only attention sees the whole sequence. Keys and queries begin with equal
-    weights, so attention begins as a similarity. The paper has 128 filters, and more keys and values in later blocks.
+    Choices: the sequence is ordered by class. Each class number has its own output and its own entry of the one-hot
+    label, so the learner has a largest number of classes and is not symmetric in them. Any number of shots works. With
+    more than `shots`, the convolutions do not reach the whole sequence, but attention does. Keys and queries begin with
+    equal weights, so that attention begins as a similarity. The paper has 128 filters, and more keys and values in
+    later blocks.
     """
 
     strategy: ClassVar[str] = "memorisation"
@@ -71,7 +72,7 @@ class SNAIL(ScoringLearner):
     def check_episode(self, ways: int, shots: int) -> None:
         if ways > self.options.ways:
             raise BilevelError(
-                f"This {self.name} was built for {self.options.ways} classes and cannot tell {ways} apart. "
+                f"This {self.name} was built for {self.options.ways} classes and cannot classify {ways}. "
                 f"Train one with --ways {ways}, or pass at most {self.options.ways} classes."
             )
 
@@ -80,16 +81,16 @@ class SNAIL(ScoringLearner):
         self.add_part("causal", CausalNetwork(self.features - 1, options.ways, options.shots, options.filters))
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
-        known, asked = self.represent(lam, episode)
+        support, queries = self.represent(lam, episode)
         order = episode.labels.argsort(stable=True)
-        labels = F.one_hot(episode.labels[order], self.options.ways).to(known)
-        pairs = torch.cat([known[order], labels], 1)
-        _, logits = self.part("causal", lam, (pairs, F.pad(asked, (0, self.options.ways))))
+        labels = F.one_hot(episode.labels[order], self.options.ways).to(support)
+        pairs = torch.cat([support[order], labels], 1)
+        _, logits = self.part("causal", lam, (pairs, F.pad(queries, (0, self.options.ways))))
         return logits[:, : episode.ways]
 
 
 class CausalNetwork(nn.Module):
-    """From a sequence of features and labels to logits at every place of it."""
+    """From a sequence of features and labels to logits at every position."""
 
     def __init__(self, features: int, ways: int, shots: int, filters: int) -> None:
         super().__init__()
@@ -107,13 +108,13 @@ class CausalNetwork(nn.Module):
 
     def forward(self, sequence: SupportAndQueries) -> SupportAndQueries:
         for block in self.blocks:
-            known, asked = block(sequence)
-            sequence = torch.cat([sequence[0], known], 1), torch.cat([sequence[1], asked], 1)
+            support, queries = block(sequence)
+            sequence = torch.cat([sequence[0], support], 1), torch.cat([sequence[1], queries], 1)
         return self.last(sequence[0]), self.last(sequence[1])
 
 
 class CausalConvolution(nn.Module):
-    """A gated convolution of width 2 over the sequence: each place sees itself and the place `dilation` before it."""
+    """A gated convolution of width 2: each position sees itself and the position `dilation` before it."""
 
     def __init__(self, size: int, filters: int, dilation: int) -> None:
         super().__init__()
@@ -121,19 +122,19 @@ class CausalConvolution(nn.Module):
         self.now, self.before = nn.Linear(size, 2 * filters), nn.Linear(size, 2 * filters, bias=False)
 
     def forward(self, sequence: SupportAndQueries) -> SupportAndQueries:
-        known, asked = sequence
-        # Zeros stand before the sequence. The last row is the one that the queries see.
-        earlier = F.pad(self.before(known), (0, 0, self.dilation, 0))[: len(known) + 1]
-        return self._gated(self.now(known) + earlier[:-1]), self._gated(self.now(asked) + earlier[-1:])
+        support, queries = sequence
+        # The sequence is preceded by zeros. The last row is for the queries.
+        earlier = F.pad(self.before(support), (0, 0, self.dilation, 0))[: len(support) + 1]
+        return self._gated(self.now(support) + earlier[:-1]), self._gated(self.now(queries) + earlier[-1:])
 
     @staticmethod
-    def _gated(both: Tensor) -> Tensor:
-        content, gate = both.chunk(2, dim=1)
+    def _gated(outputs: Tensor) -> Tensor:
+        content, gate = outputs.chunk(2, dim=1)
         return content.tanh() * gate.sigmoid()
 
 
 class CausalAttention(nn.Module):
-    """Each place reads the values of all places up to itself."""
+    """Each position reads the values of all positions up to itself."""
 
     def __init__(self, size: int, filters: int) -> None:
         super().__init__()
@@ -141,11 +142,11 @@ class CausalAttention(nn.Module):
         self.key.load_state_dict(self.query.state_dict())
 
     def forward(self, sequence: SupportAndQueries) -> SupportAndQueries:
-        known, asked = sequence
-        keys, values = self.key(known), self.value(known)
+        support, queries = sequence
+        keys, values = self.key(support), self.value(support)
         scale = keys.shape[1] ** -0.5
-        later = torch.ones(len(known), len(known), dtype=torch.bool, device=known.device).triu(1)
-        weights = (scale * self.query(known) @ keys.mT).masked_fill(later, -torch.inf).softmax(1)
-        own = scale * (self.query(asked) * self.key(asked)).sum(1, keepdim=True)
-        of_query = torch.cat([scale * self.query(asked) @ keys.mT, own], 1).softmax(1)
-        return weights @ values, of_query[:, :-1] @ values + of_query[:, -1:] * self.value(asked)
+        later = torch.ones(len(support), len(support), dtype=torch.bool, device=support.device).triu(1)
+        weights = (scale * self.query(support) @ keys.mT).masked_fill(later, -torch.inf).softmax(1)
+        own = scale * (self.query(queries) * self.key(queries)).sum(1, keepdim=True)
+        of_queries = torch.cat([scale * self.query(queries) @ keys.mT, own], 1).softmax(1)
+        return weights @ values, of_queries[:, :-1] @ values + of_queries[:, -1:] * self.value(queries)

@@ -18,8 +18,9 @@ from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, SolvedHead, of_unit_curvature, row_weights
-from bilevel.methods.linear_models._at_minimiser import MinimiserMethod, start_of
+from bilevel.methods.linear_models import MinimiserMethod, start_of
 
+# Active-set steps in a round, and the number of rounds. Projected steps follow each round.
 NEWTON_STEPS, ROUNDS = 10, 40
 
 
@@ -28,7 +29,7 @@ class SvmHeadOptions(HeadOptions):
     """The settings of `SvmHead`.
 
     Args:
-        penalty: 1/C at the start of training.
+        penalty: the initial 1/C; it is learned.
         smoothing: δ, which is added to the diagonal of the kernel matrix.
     """
 
@@ -40,25 +41,25 @@ class SvmHeadOptions(HeadOptions):
 class SvmHead(SolvedHead):
     """W = C·Φᵀ(Y − P) with P = argmin over simplices of ½‖Φᵀ(Y − P)‖² + δ/2 ‖Y − P‖² + ⟨P, Y⟩/C.
 
-    This is the dual of the multi-class machine of Crammer and Singer,
+    This is the dual of the multi-class support vector machine of Crammer and Singer,
 
         min over W and ξ ≥ 0 of ½‖W‖² + C Σ_n ξ_n   with   (w_{y_n} − w_k)ᵀφ_n ≥ 1 − ξ_n for all k ≠ y_n.
 
-    Its variables are α_n = C(Y_n − P_n): α_nk ≤ C where k = y_n, α_nk ≤ 0 elsewhere, and Σ_k α_nk = 0, which says that
-    every row P_n is in the unit simplex. The solution is the limit of projected steps (`FISTA`). `ActiveFace` finds it
-    and differentiates at it; `SvmHead(…, method=Implicit(Direct()))` runs the steps and gives the same. The scale s of
-    the logits and the penalty 1/C are part of λ.
+    Its variables are α_n = C(Y_n − P_n): α_nk ≤ C where k = y_n, α_nk ≤ 0 elsewhere, and Σ_k α_nk = 0, which means
+    that every row P_n is in the unit simplex. The solution is the limit of projected steps (`FISTA`). `ActiveFace`
+    computes it and differentiates there; `SvmHead(…, method=Implicit(Direct()))` runs the steps and gives the same
+    result. The scale s of the logits and the penalty 1/C are leaves of λ.
 
-    Open choices: δ > 0 makes the dual strongly convex, as the authors' identity that is added to the kernel matrix
-    does. The features of every episode are scaled to λ_max(ΦΦᵀ) = n, so that one step size converges and C means the
-    same on all of them. Where classes have different numbers of images, C is larger for the images of small classes.
+    Open choices: δ > 0 makes the dual strongly convex, like the identity that the authors add to the kernel matrix. The
+    features of every episode are scaled to λ_max(ΦΦᵀ) = n, so that one step size converges and C has the same effect in
+    all episodes. If classes have different numbers of images, C is larger for the images of small classes.
     """
 
     Options: ClassVar[type[LearnerOptions]] = SvmHeadOptions
     inner_steps: ClassVar[int] = 300
 
     def prepared(self, lam: Leaves, support: Tensor, queries: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
-        # An example of weight s enters the dual as s·φ, and of_unit_curvature takes the root of what it is given.
+        # An example of weight s enters the dual as s·φ. Squared, because of_unit_curvature takes the root of weights.
         return of_unit_curvature(support, queries, row_weights(labels, ways).square())
 
     def batch(self, lam: Leaves, support: Tensor, labels: Tensor, ways: int) -> tuple[Tensor, ...]:
@@ -75,20 +76,20 @@ class SvmHead(SolvedHead):
 
     def classifier(self, w: Tensor, lam: Leaves, support: Tensor, labels: Tensor) -> Tensor:
         ways = w.shape[2]
-        apart = (F.one_hot(labels, ways) - w) * row_weights(labels, ways)[..., None]
-        return torch.bmm(support.mT, apart) / lam[PENALTY].double().exp()
+        dual = (F.one_hot(labels, ways) - w) * row_weights(labels, ways)[..., None]
+        return torch.bmm(support.mT, dual) / lam[PENALTY].double().exp()
 
     @property
     def dynamics(self) -> FISTA:
         return FISTA(1 / (1 + self.options.smoothing), Indicator(Simplex()))
 
-    def best_method(self, unknowns: int) -> Method:
+    def best_method(self) -> Method:
         return ActiveFace()
 
 
 @dataclass(frozen=True)
 class SimplexQuadratics:
-    """L(P) = Σ_j ½⟨P_j − Y_j, G_j(P_j − Y_j)⟩ + ⟨c_j, P_j⟩, the dual of a machine for each episode j.
+    """L(P) = Σ_j ½⟨P_j − Y_j, G_j(P_j − Y_j)⟩ + ⟨c_j, P_j⟩, the dual of one support vector machine per episode j.
 
     The batch is (G, Y, c): kernel matrices episodes × n × n, one-hot labels and costs episodes × n × ways. λ enters
     through them.
@@ -96,8 +97,8 @@ class SimplexQuadratics:
 
     def __call__(self, w: Tensor, lam: Leaves, batch: tuple[Tensor, ...]) -> Tensor:
         kernel, targets, cost = batch
-        apart = w - targets
-        return (apart * torch.bmm(kernel, apart)).sum() / 2 + (cost * w).sum()
+        difference = w - targets
+        return (difference * torch.bmm(kernel, difference)).sum() / 2 + (cost * w).sum()
 
     def slope(self, w: Tensor, lam: Leaves, batch: tuple[Tensor, ...]) -> Tensor:
         """∇L(P)."""
@@ -107,11 +108,11 @@ class SimplexQuadratics:
 
 @dataclass(frozen=True)
 class ActiveFace(MinimiserMethod):
-    """The minimiser of `SimplexQuadratics` over simplices, from the entries of P that are not zero.
+    """The minimiser of `SimplexQuadratics` over simplices, found from the entries of P that are not zero.
 
-    Where these are known, P solves a linear system on the face of the simplices that they span: ΠGΠ d = −Π∇L with Π the
-    projection on the directions of the face, which keep the sums of rows. Projected steps find the face. The adjoint
-    is q with ΠGΠ q = Π∇E. Both systems are solved by conjugate gradients, all episodes at once.
+    If these entries are known, P solves a linear system on the face of the simplices that they span: ΠGΠ d = −Π∇L,
+    where Π is the projection onto the directions of the face, whose rows sum to 0. Projected steps find the face. The
+    adjoint is q with ΠGΠ q = Π∇E. Both systems are solved by conjugate gradients, for all episodes together.
     """
 
     structure: ClassVar[type | None] = SimplexQuadratics
@@ -123,7 +124,7 @@ class ActiveFace(MinimiserMethod):
         penalty = getattr(process.bound.dynamics, "penalty", None)
         if not isinstance(penalty, Indicator) or penalty.constraint != Simplex():
             raise BilevelError(
-                f"ActiveFace is for FISTA(lr, Indicator(Simplex())), not for {process.bound.dynamics}. Use Implicit()."
+                f"ActiveFace needs FISTA(lr, Indicator(Simplex())), not {process.bound.dynamics}. Use Implicit()."
             )
 
     def at_minimiser(self, process: Process) -> Hypergradient:
@@ -141,62 +142,62 @@ class ActiveFace(MinimiserMethod):
         inner: Any = process.problem.inner
         lam, batch, w = process.bound.lam, process.bound.task.train, start_of(process)
 
-        def moved(point: Tensor) -> Tensor:
+        def projected_step(point: Tensor) -> Tensor:
             image: Tensor = Simplex().project(point - lr * inner.slope(point, lam, batch))
             return image
 
         for round_ in range(ROUNDS):
-            known = None
+            face = None
             for _ in range(NEWTON_STEPS):
-                free = moved(w) > 0
-                # Where the face repeats, its minimiser is the fixed point of the projected step.
-                if known is not None and torch.equal(free, known.free):
-                    return w, known
-                known = _Face(free)
-                w = known.nearest(w)
-                w = w - known.solve(kernel, inner.slope(w, lam, batch))
+                free = projected_step(w) > 0
+                # If the face is the same again, its minimiser is a fixed point of the projected step.
+                if face is not None and torch.equal(free, face.free):
+                    return w, face
+                face = _Face(free)
+                w = face.nearest(w)
+                w = w - face.solve(kernel, inner.slope(w, lam, batch))
             w = previous = Simplex().project(w)
             for t in range(1, 50 * (round_ + 1) + 1):  # accelerated projected steps converge from anywhere
-                w, previous = moved(w + (t - 1) / (t + 2) * (w - previous)), w
-        rest = float((moved(w) - w).norm())
+                w, previous = projected_step(w + (t - 1) / (t + 2) * (w - previous)), w
+        change = float((projected_step(w) - w).norm())
         warnings.warn(
-            f"ActiveFace did not settle on a face: a projected step still moves P by {rest:.2g}, and the hypergradient "
-            "carries an error of that order. Set a larger smoothing.",
+            f"ActiveFace did not converge: a projected step still changes P by {change:.2g}, and the hypergradient has "
+            "an error of that order. Set a larger smoothing.",
             BilevelWarning,
             stacklevel=2,
         )
-        return w, _Face(moved(w) > 0)
+        return w, _Face(projected_step(w) > 0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Face:
-    """The points of the simplices that are zero outside of `free`."""
+    """The face of the simplices whose entries outside of `free` are zero."""
 
     free: Tensor
 
     def nearest(self, w: Tensor) -> Tensor:
-        """The nearest point of the face's plane: its rows sum to 1."""
-        kept = w * self.free
-        return kept + self.free * (1 - kept.sum(-1, keepdim=True)) / self.free.sum(-1, keepdim=True)
+        """The nearest point of the plane of the face: zero outside of `free`, with rows that sum to 1."""
+        inside = w * self.free
+        return inside + self.free * (1 - inside.sum(-1, keepdim=True)) / self.free.sum(-1, keepdim=True)
 
     def along(self, v: Tensor) -> Tensor:
-        """Πv: zero outside, and rows that sum to 0."""
-        kept = v * self.free
-        return kept - self.free * kept.sum(-1, keepdim=True) / self.free.sum(-1, keepdim=True)
+        """Πv: zero outside of `free`, with rows that sum to 0."""
+        inside = v * self.free
+        return inside - self.free * inside.sum(-1, keepdim=True) / self.free.sum(-1, keepdim=True)
 
     def solve(self, kernel: Tensor, right: Tensor, tol: float = 1e-13) -> Tensor:
         """d on the face with ΠGΠ d = Π right, by conjugate gradients for every episode."""
         x = torch.zeros_like(right)
         residual = direction = self.along(right)
         square = residual.square().sum((1, 2), keepdim=True)
-        # Relative to what is projected: where Π takes nearly all of it away, the rest is rounding.
+        # Relative to the right side before the projection: if Π removes nearly all of it, the rest is rounding error.
         target = tol**2 * right.square().sum((1, 2), keepdim=True)
         for _ in range(10 * right[0].numel()):
             if bool((square <= target).all()):
                 break
             image = self.along(torch.bmm(kernel, direction))
             curvature = (direction * image).sum((1, 2), keepdim=True)
-            # An episode that is solved stays where it is.
+            # An episode that has converged is not changed.
             size = torch.where(square > target, square / curvature, 0.0)
             x, residual = x + size * direction, residual - size * image
             after = residual.square().sum((1, 2), keepdim=True)

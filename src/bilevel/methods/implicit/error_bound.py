@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import gradient
+from bilevel.engine.any_order import any_order
 from bilevel.engine.limits import objective_at_rest
 from bilevel.engine.process import Process
 from bilevel.linear_solvers.base import Operator
@@ -44,7 +45,7 @@ def error_bound(process: Process, u: Tree, radius: float, mu: float, found: Tree
     points, shape = trees.flatten(u)
     points = [point.detach().clone().requires_grad_() for point in points]
     w = shape.unflatten(points)
-    with torch.enable_grad():
+    with torch.enable_grad(), any_order():
         slope = trees.leaves(gradient(objective_at_rest(live.bound, 1), w))
         parts = trees.from_vector(v.detach(), points)
         pairing = sum(((a * b).sum() for a, b in zip(slope, parts, strict=True)), torch.zeros(()))

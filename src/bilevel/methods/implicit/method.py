@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from bilevel import trees
 from bilevel.dynamics import gradient
+from bilevel.engine.diagnosis import refuse_diverged
 from bilevel.engine.limits import objective_at_rest, refuse_other_limits
 from bilevel.engine.method import Hypergradient, Method, Part
 from bilevel.engine.process import Gradients, Process, State, accumulate, live_copy
@@ -31,6 +32,9 @@ from bilevel.linear_solvers.nystrom import Nystrom
 from bilevel.methods.implicit.kinks import warn_of_kinks
 from bilevel.methods.implicit.near_minimiser import newton
 from bilevel.methods.implicit.preconditioner import Preconditioner, inverse_at
+
+# A residual of the condition above which it is tested whether the dynamics diverged.
+HUGE = 1e6
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ class Implicit(Method):
         value, alpha, direct, _ = process.outer_gradients(state)
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
+        self._refuse_diverged(process, state, system)
         if symmetric:
             refuse_other_limits(process, state[0], trees.to_vector(form).detach())
         b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
@@ -187,6 +192,14 @@ class Implicit(Method):
             products=solution.products + spent,
             peak_memory=4 * trees.nbytes(points),
         )
+
+    def _refuse_diverged(self, process: Process, state: State, system: System) -> None:
+        """Refuse a w_T that is on its way to infinity: there is no limit to differentiate."""
+        points, form, sign, _ = system
+        with torch.no_grad():
+            left = form if sign > 0 else [f - p for f, p in zip(form, points, strict=True)]
+            if self.newton is None and process.steps and float(trees.norm(left)) > HUGE:
+                refuse_diverged(process, state)
 
     def _warn_unless_finished(self, process: Process, state: State) -> None:
         """Warn about a dynamics with a tolerance that T steps did not reach."""

@@ -1,5 +1,6 @@
 """Methods for linear models on folds: the minimiser by linear algebra, and implicit differentiation there."""
 
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, MinimiserMethod, Minimum, start_of
 from bilevel.methods.linear_models.active_set import ActiveSet
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.newton_left_out import NewtonLeftOut
@@ -11,9 +12,13 @@ from bilevel.methods.linear_models.stale_newton import StaleNewton
 __all__ = [
     "ActiveSet",
     "KernelEquations",
+    "LinearModelMethod",
+    "MinimiserMethod",
+    "Minimum",
     "NewtonLeftOut",
     "NewtonLinear",
     "NormalEquations",
     "RowSpan",
     "StaleNewton",
+    "start_of",
 ]

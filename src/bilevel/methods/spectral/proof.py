@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bilevel import trees
-from bilevel.engine.process import graph_nodes
+from bilevel.engine.graphs import graph_nodes
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 

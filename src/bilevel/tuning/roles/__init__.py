@@ -1,4 +1,4 @@
-"""Hyperparameters and where they enter: one file each."""
+"""Roles of hyperparameters: one file each."""
 
 from __future__ import annotations
 

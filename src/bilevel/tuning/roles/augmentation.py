@@ -46,7 +46,7 @@ class Augmentation(Hyperparameter):
     def inputs(self, value: Tree, inputs: Tree, noise: torch.Generator | None) -> Tree:
         if not callable(self.function):
             raise BilevelError(
-                f"Augmentation(function={self.function!r}) is not a function; pass "
+                f"Augmentation(function={self.function!r}) is not a function. Pass "
                 "function(inputs, strength, generator)."
             )
         return self.function(inputs, value, noise or torch.Generator())

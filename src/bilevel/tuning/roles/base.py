@@ -1,4 +1,4 @@
-"""What a hyperparameter is, and where it can enter the training of a model."""
+"""The base class of hyperparameters, with the places where one can enter the training of a model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TransformLike: TypeAlias = str | Transform | None
 class Hyperparameter:
     """A number, or an array of numbers, to be tuned: its name, its start, its range, its scale.
 
-    The outer optimiser moves a leaf of λ, and training uses `value = transform(leaf)`. A plain `Hyperparameter` is
+    The outer optimiser updates a leaf of λ, and training uses `value = transform(leaf)`. A plain `Hyperparameter` is
     passed by name to a loss with three arguments, `loss(output, target, hp)` with `hp["name"]`, and to
     `tune(dynamics=lambda hp: …)`, so that anything differentiable can be tuned.
 
     Each subclass enters training at one place. A subclass of your own overrides `inputs`, `targets`, `mix`, `weigh`,
-    `penalty`, `settings` or `initial`, all of which take the value in natural units, and `begin` where
+    `penalty`, `settings` or `initial`, all of which take the value in natural units, and `begin` if
     `start` and `per` do not determine the values before tuning.
 
     Args:
@@ -49,7 +49,7 @@ class Hyperparameter:
     transform: TransformLike = None
     per: str = field(default="run", kw_only=True)
 
-    # What `per` may be; whether the role needs one loss per example; whether it draws random numbers in a step.
+    # The legal values of `per`; whether the role needs one loss per example; whether it draws random numbers in a step.
     choices: ClassVar[tuple[str, ...]] = ("run",)
     per_example: ClassVar[bool] = False
     random: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Hyperparameter:
     def __post_init__(self) -> None:
         if self.per not in self.choices:
             raise BilevelError(
-                f"Hyperparameter {self.name!r} has per={self.per!r}; pass one of {', '.join(map(repr, self.choices))}."
+                f"Hyperparameter {self.name!r} has per={self.per!r}. Pass one of {', '.join(map(repr, self.choices))}."
             )
 
     def scale(self) -> Transform:
@@ -74,16 +74,16 @@ class Hyperparameter:
         return self.spread(self.start, () if count is None else (count,), setup)
 
     def labels(self, setup: Setup) -> list[str] | None:
-        """Names of the entries, where they have names."""
+        """The names of the entries; None if they have no names."""
         if self.per == "layer":
             return list(setup.layers(self.chosen(setup)))
         return list(setup.losses) if self.per == "loss" else None
 
     def chosen(self, setup: Setup) -> list[str]:
-        """The names of the parameters that it is about."""
+        """The names of the model's parameters that the role applies to."""
         return list(setup.parameters)
 
-    # Where it enters. The defaults change nothing, and a role overrides one of them.
+    # The places where a role can enter. The defaults change nothing, and a role overrides one of them.
 
     def inputs(self, value: Tree, inputs: Tree, noise: torch.Generator | None) -> Tree:
         """The inputs of a training batch."""
@@ -98,11 +98,11 @@ class Hyperparameter:
         return None
 
     def weigh(self, value: Tree, losses: Tensor, index: Tensor) -> Tensor:
-        """The losses of the examples `index`."""
+        """The weighted losses of the examples at the positions `index`."""
         return losses
 
     def weigh_batch(self, value: Tree, losses: Tensor, batch: Batch) -> Tensor:
-        """The losses of the examples of a batch, for a role that looks at the examples themselves."""
+        """The weighted losses of a batch, for a role that needs the examples themselves."""
         return self.weigh(value, losses, batch.index)
 
     def penalty(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> Tensor | None:
@@ -110,7 +110,7 @@ class Hyperparameter:
         return None
 
     def settings(self, value: Tree, setup: Setup) -> dict[str, Any]:
-        """Settings of the dynamics; each may be a function of t."""
+        """Settings of the dynamics. Each may be a function of t."""
         return {}
 
     def initial(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class Hyperparameter:
     # Helpers for the roles.
 
     def spread(self, start: Any, shape: tuple[int, ...], setup: Setup) -> Tensor:
-        """`start` as a tensor of the model's dtype; a single number is repeated to `shape`."""
+        """`start` as a tensor of the model's dtype. A single number is repeated to `shape`."""
         try:
             value = torch.as_tensor(start, dtype=setup.like.dtype, device=setup.like.device).detach().clone()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -136,10 +136,10 @@ class Hyperparameter:
         return value.expand(shape).clone() if shape else value
 
     def of_each_parameter(self, value: Tree, setup: Setup) -> dict[str, Tensor]:
-        """The value for every parameter, by name: that of its layer, or one for all."""
+        """The value for every parameter of the model, by name: that of its layer, or one for all."""
         layers = enumerate(setup.layers().values())
         return {name: value[place] if self.per == "layer" else value for place, names in layers for name in names}
 
     def at_each_step(self, value: Tree) -> Any:
-        """The value as a setting of the dynamics: a function of t where every step has its own."""
+        """The value as a setting of the dynamics: a function of t if every step has its own."""
         return (lambda t: value[t - 1]) if self.per == "step" else value

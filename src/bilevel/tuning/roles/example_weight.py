@@ -1,4 +1,4 @@
-"""The weight of an example as a network of the example."""
+"""The weight of an example, computed from the example by a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 from bilevel.tuning.setup import Setup
 from bilevel.tuning.transforms import IdentityTransform
 
-# What a scorer may look at, in the order of its arguments.
+# What a scorer may receive.
 PARTS = ("inputs", "targets", "loss")
 # The nodes of the Gauss–Legendre rule that integrates a weight over the loss.
 NODES = 8
@@ -30,16 +30,16 @@ NODES = 8
 class ExampleWeight(Hyperparameter):
     """The mean of vᵢ·ℓᵢ over the batch, with vᵢ = sigmoid(scorer(example i)): the parameters of the scorer are tuned.
 
-    `ExampleWeights` has a number for each training example; here a network computes the weight, so that examples that
-    are alike share what is learned about them, and new examples have weights too: `found.weights(inputs, targets)`.
-    With `of=("inputs", "targets")` the scorer rates the example (DataRater), with `of="loss"` it turns the current loss
-    into a weight (Meta-Weight-Net). The training loss of an example is then the integral of v from 0 to ℓᵢ, a robust
-    loss that is learned: its gradient is v(ℓᵢ)·∇ℓᵢ, as if the weight were a constant, and no derivative is stopped.
+    `ExampleWeights` has a number for each training example. Here a network computes the weight, so that similar
+    examples have similar weights, and new examples have weights too: `result.weights(inputs, targets)`. With
+    `of=("inputs", "targets")` the scorer rates the example (DataRater), with `of="loss"` it turns the current loss into
+    a weight (Meta-Weight-Net). With the loss, the training loss of an example is the integral of v from 0 to ℓᵢ, a
+    learned robust loss. Its gradient is v(ℓᵢ)·∇ℓᵢ, as if the weight were a constant.
 
     Args:
         scorer: a module that is called with the parts `of` a batch, and returns one number per example: the logit of
             its weight. Its own parameters are the start. It runs in eval mode. The loss is passed as a column.
-        of: what the scorer looks at: some of "inputs", "targets", "loss".
+        of: what the scorer is called with, in this order: some of "inputs", "targets", "loss".
 
     >>> scorer = nn.Linear(3, 1)
     >>> role = ExampleWeight(scorer, of="inputs")
@@ -68,8 +68,8 @@ class ExampleWeight(Hyperparameter):
             )
         if not self.parts or any(part not in PARTS for part in self.parts):
             raise BilevelError(
-                f"ExampleWeight(of={self.of!r}) is not known. Pass some of {', '.join(map(repr, PARTS))}; the scorer "
-                "is called with them in this order."
+                f"ExampleWeight(of={self.of!r}) is not known. Pass some of {', '.join(map(repr, PARTS))}. The scorer "
+                "is called with them in the order given."
             )
 
     @property
@@ -85,12 +85,12 @@ class ExampleWeight(Hyperparameter):
 
     def weights(self, value: Tree, batch: Batch, losses: Tensor) -> Tensor:
         """The weight of every example of a batch."""
-        known = {"inputs": batch.inputs, "targets": batch.targets, "loss": losses.reshape(-1, 1)}
-        scores = self._apply(losses)(value, *(known[part] for part in self.parts))
+        arguments = {"inputs": batch.inputs, "targets": batch.targets, "loss": losses.reshape(-1, 1)}
+        scores = self._apply(losses)(value, *(arguments[part] for part in self.parts))
         if not isinstance(scores, Tensor) or scores.numel() != batch.count:
             raise BilevelError(
-                f"The scorer of {self.name!r} returned {tuple(scores.shape)} for {batch.count} examples; it must "
-                "return one number per example."
+                f"The scorer of {self.name!r} returned {_shape(scores)} for {batch.count} examples. It must return one "
+                "number per example."
             )
         return torch.sigmoid(scores.reshape(-1))
 
@@ -116,9 +116,13 @@ class ExampleWeight(Hyperparameter):
         return torch.stack(means).sum(0) * losses
 
 
+def _shape(scores: Any) -> str:
+    return f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+
+
 @dataclass(frozen=True)
 class NetworkWeights(IdentityTransform):
-    """The parameters of a network as they are. The default outer step size, 0.1, then makes Adam's steps 0.01."""
+    """The parameters of a network, without a transform. With the default outer_lr of 0.1, Adam's step size is 0.01."""
 
     def unit(self, value: Tensor) -> float:
         return 0.1

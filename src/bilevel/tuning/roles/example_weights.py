@@ -16,7 +16,7 @@ class ExampleWeights(Hyperparameter):
     """The mean of vᵢ·ℓᵢ over the batch replaces the mean of ℓᵢ, with a weight vᵢ for each training example.
 
     Examples that do not help on the validation set, such as wrong labels, get small weights (data hyper-cleaning). The
-    loss has to return one number per example; losses of `torch.nn` are called with `reduction="none"`.
+    loss must return one number per example. Losses of `torch.nn` are called with `reduction="none"`.
 
     Args:
         start: the weights before tuning; one number, or an array with one per example, in the order of the data set.

@@ -16,12 +16,12 @@ from bilevel.tuning.setup import Setup
 
 @dataclass(frozen=True)
 class Initialisation(Hyperparameter):
-    """The start w_0: the model's own, scaled by a factor per model or per layer, or every weight of it.
+    """The start w_0: the model's own parameters, times a factor per model or per layer, or w_0 itself.
 
     Args:
         start: the factor before tuning, 1 by default. With per="weight" the model's parameters are the start.
-        per: "model", "layer" (each module that holds parameters), or "weight", which learns w_0 itself.
-        range: of the factor, (0.01, 100) by default, on a logarithmic scale; none for per="weight".
+        per: "model", "layer" (each module that holds parameters), or "weight", which tunes w_0 itself.
+        range: the range of the factor, (0.01, 100) by default, on a logarithmic scale. There is none for per="weight".
 
     >>> from bilevel.tuning.setup import Setup
     >>> import torch

@@ -33,7 +33,7 @@ class LabelSmoothing(Hyperparameter):
         if not (isinstance(targets, Tensor) and isinstance(output, Tensor) and output.ndim == 2):
             raise BilevelError(
                 f"{type(self).__name__} needs outputs of shape (examples, classes) and class labels, but the outputs "
-                f"are {_shape(output)} and the targets {_shape(targets)}. Take {self.name!r} out."
+                f"are {_shape(output)} and the targets {_shape(targets)}. Remove {self.name!r}."
             )
         classes = output.shape[1]
         if classes < 2 or (targets.is_floating_point() and targets.shape != output.shape):

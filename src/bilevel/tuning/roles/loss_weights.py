@@ -18,8 +18,8 @@ from bilevel.tuning.setup import Setup
 class LossWeights(Hyperparameter):
     """Σ weight·loss over several training losses, with weights that are positive and add up to 1.
 
-    The losses are those of `tune(model, {"main": …, "auxiliary": …}, …, val_loss=…)`. `val_loss` has to be passed,
-    because the mixture itself becomes small when all weight goes to an easy loss.
+    The losses are those of `tune(model, {"main": …, "auxiliary": …}, …, val_loss=…)`. `val_loss` must be passed,
+    because the mixture itself becomes small if all weight is on an easy loss.
 
     Args:
         start: the weights before tuning; equal ones by default.

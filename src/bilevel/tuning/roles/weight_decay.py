@@ -23,9 +23,9 @@ class WeightDecay(Hyperparameter):
 
     Args:
         start: c before tuning; for per="layer" it may be an array.
-        per: "model" tunes one c, "layer" one for each module that holds parameters, "weight" one for every number in
-            the model.
-        only: `only(name)` says which parameters are decayed; all by default.
+        per: "model" tunes one c, "layer" one for each module that holds parameters, "weight" one for every entry of a
+            parameter.
+        only: a function `only(name)` that is true for the parameters to be penalised. The default is all.
 
     >>> from bilevel.tuning.setup import Setup
     >>> setup = Setup({"0.weight": torch.ones(2, 3), "0.bias": torch.ones(2)}, steps=1, examples=1)
@@ -57,5 +57,7 @@ class WeightDecay(Hyperparameter):
     def chosen(self, setup: Setup) -> list[str]:
         names = [name for name in setup.parameters if self.only is None or self.only(name)]
         if not names:
-            raise BilevelError("WeightDecay(only=…) chose none of the model's parameters; let it return True for some.")
+            raise BilevelError(
+                "WeightDecay(only=…) selects none of the model's parameters. Let it return True for some."
+            )
         return names

@@ -1,4 +1,4 @@
-"""Names, values and counts as messages write them."""
+"""Formatting of names, values and counts in messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from bilevel.errors import BilevelError
 
 
 def listed(names: Iterable[str], most: int = 12) -> str:
-    """
+    """Names in quotes, separated by commas.
+
     >>> listed(["a", "b"]), listed("abc", most=2)
     ("'a', 'b'", "'a', 'b' and 1 more")
     """
@@ -21,7 +22,7 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 
 
 def option(flag: str, name: str) -> str:
-    """An option with a column's name, ready to paste.
+    """An option with a column's name, quoted for the shell.
 
     >>> option("--drop", "two words")
     "--drop 'two words'"
@@ -30,7 +31,8 @@ def option(flag: str, name: str) -> str:
 
 
 def short(value: Any, width: int = 40) -> str:
-    """
+    """A value in quotes, cut to a width.
+
     >>> short("x" * 50, 5)
     "'xxxx…'"
     """
@@ -39,7 +41,8 @@ def short(value: Any, width: int = 40) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """
+    """A number with its noun, in the plural if needed.
+
     >>> counted(1, "row"), counted(2500, "row")
     ('1 row', '2,500 rows')
     """
@@ -47,13 +50,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def check_names(names: Iterable[str], flag: str, columns: Sequence[str]) -> None:
-    """Refuse an option that names a column which the table lacks."""
+    """Refuse an option that names a column that is not in the table."""
     for name in names:
         if name not in columns:
-            near = difflib.get_close_matches(name, columns, 1, 0.6) or [
+            similar = difflib.get_close_matches(name, columns, 1, 0.6) or [
                 other for other in columns if other.strip().lower() == name.strip().lower()
             ]
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = f" Did you mean {similar[0]!r}?" if similar else ""
             raise BilevelError(
                 f"{flag} {name!r} is not a column of the table.{hint} Its columns: {listed(columns, 30)}."
             )

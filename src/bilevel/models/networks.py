@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from bilevel.models._blocks import FusedSequential
 from bilevel.models._layers import is_plain, suits
 from bilevel.models._second_derivatives import Block, through
 from bilevel.models.batch_norm import BatchNorm
+from bilevel.models.blocks import FusedSequential
 
 # Layers without weights that may follow the blocks.
 LAST = (nn.Flatten, nn.Identity)

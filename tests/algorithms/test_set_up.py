@@ -1,0 +1,63 @@
+"""What single-loop algorithms compute before their first iteration."""
+
+import pytest
+import torch
+
+import bilevel as bl
+
+FIXED = {"inner_lr": 0.2, "outer_lr": 0.1}
+
+
+class Counted:
+    """L = ½ Σ w² s, which counts the products with its Hessian."""
+
+    def __init__(self, scale=1.0):
+        counted = self
+        self.products, self.scale = 0, scale
+
+        class Slope(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, w):
+                return w * counted.scale
+
+            @staticmethod
+            def backward(ctx, v):
+                counted.products += 1
+                return v * counted.scale
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, w):
+                ctx.save_for_backward(w)
+                return 0.5 * counted.scale * w.square().sum()
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * Slope.apply(ctx.saved_tensors[0])
+
+        self.of = Square.apply
+
+    def solve(self, algorithm):
+        generator = torch.Generator().manual_seed(0)
+        data = [torch.randn(16, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
+        problem = bl.Problem(
+            lambda w, lam, x: self.of(w - lam - x.mean(0)),
+            lambda w, lam, x: (w - x.mean(0)).square().sum() + 0.1 * lam.square().sum(),
+            torch.zeros_like,
+        )
+        task = bl.Task(*(bl.FixedBatches(rows, 2) for rows in data))
+        self.products = 0
+        bl.solve(problem, torch.zeros(6).double(), task, algorithm=algorithm, iterations=1, progress=False)
+        return self.products
+
+
+@pytest.mark.parametrize("kind", [bl.SOBA, bl.AmIGO, bl.SRBA])
+def test_given_step_sizes_need_no_curvature_of_every_batch(kind):
+    given, chosen = Counted().solve(kind(**FIXED)), Counted().solve(kind())
+    # Eight batches and their mean have a curvature each, and an iteration of AmIGO takes 11 products.
+    assert given < 30 and chosen > given + 2 * 8
+
+
+def test_a_saddle_is_refused_with_given_step_sizes_too():
+    with pytest.raises(bl.BilevelError, match="SOBA needs a convex inner problem"):
+        Counted(scale=-1.0).solve(bl.SOBA(**FIXED))
