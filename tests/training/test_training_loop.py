@@ -233,6 +233,24 @@ def test_early_stopping(folder):
     assert not any(never.update(k, math.nan) or never.stop for k in range(100))
 
 
+def test_a_validation_that_is_repeated_is_logged_once(tmp_path):
+    """It was interrupted after a checkpoint; when it was repeated, the run was killed before the next checkpoint."""
+    whole, parts = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "parts")
+    for folder in (whole, parts):
+        folder.path.mkdir()
+    train(Walk(), whole, plan(12))
+    stopped = Run(Walk(look={4: lambda: signal.raise_signal(signal.SIGTERM)}), parts, plan(12)).go()
+    assert stopped.iteration == 4 and stopped.exit_code == 128 + signal.SIGTERM
+
+    def kill():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(Walk(step={5: kill}), parts, plan(12))
+    train(Walk(), parts, plan(12))
+    same_files(whole, parts)
+
+
 def test_divergence_saves_the_last_finite_state(folder):
     def diverge():
         raise DivergenceError("The inner loss is not finite.")

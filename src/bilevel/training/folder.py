@@ -76,10 +76,21 @@ class RunFolder:
             )
         write_json(self.config_file, config, sealed=True)
 
-    def forget_after(self, iteration: int) -> None:
-        """Drop the metrics of hyperiterations that will be run again."""
+    def forget_after(self, iteration: int, validation: int | None = None) -> None:
+        """Drop the metrics of hyperiterations that will be run again.
+
+        Args:
+            iteration: the last one that counts.
+            validation: the last validation that counts, by default one of that hyperiteration. It is an earlier one if
+                the checkpoint was written before the validation.
+        """
         if self.metrics.exists():
-            kept = [line for line in read_metrics(self.path) if line["iteration"] <= iteration]
+            last = iteration if validation is None else min(iteration, validation)
+            kept = [
+                line
+                for line in read_metrics(self.path)
+                if line["iteration"] <= (last if "score" in line else iteration)
+            ]
             write_bytes(self.metrics, b"".join(map(as_line, kept)))
 
 

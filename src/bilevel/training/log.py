@@ -88,10 +88,11 @@ class Log:
     Args:
         folder: where.
         iteration: the hyperiteration after which the run is resumed, or None for a new run; later records are dropped.
+        validation: the hyperiteration of its last validation; records of later ones are dropped.
     """
 
-    def __init__(self, folder: RunFolder, iteration: int | None) -> None:
-        folder.forget_after(-1 if iteration is None else iteration)
+    def __init__(self, folder: RunFolder, iteration: int | None, validation: int | None = None) -> None:
+        folder.forget_after(-1 if iteration is None else iteration, validation)
         self.path = folder.metrics
         try:
             # Unbuffered, so that a full disk is an error at the first line that does not fit.

@@ -174,7 +174,7 @@ class Run:
 
         self.validation.stop = stop
         if self.world.writes:
-            log = stack.enter_context(Log(self.folder, self.iteration if self.saved else None))
+            log = stack.enter_context(Log(self.folder, *(self.saved or (None,))))
             self.metrics.write = self.validation.write = log.write
             self.validation.keep_best = self._write_best
         detail = "loss {task.fields[loss]}  validation {task.fields[accuracy]}  {task.fields[rate]} images/s"
