@@ -170,7 +170,8 @@ class Campaign:
             self.fault(f"{run.name}, {file.name}: {life.codes} {life.said}")
         # What no later step replaces is put back; so is what a run needs and did not get to read: its last checkpoint.
         # A file that the resumed run has written since is left as it is: the old content would be older than the run.
-        needed = refused or file in (folder.config_file, folder.best, folder.last) or self.stuck(folder)
+        # So is a checkpoint that the resumed run has passed over: its metrics have been forgotten by then.
+        needed = file in (folder.config_file, folder.best, folder.last) or self.stuck(folder)
         restored = needed and file.exists() and file.read_bytes() == broken
         if restored:
             file.write_bytes(content)
