@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ Result = TypeVar("Result")
 _worlds = count()
 # The classes of errors that processes send to each other, as indices into this list.
 KINDS: tuple[type[BilevelError], ...] = (BilevelError, DivergenceError)
+# The number of the item whose work failed, the kind of the error, and its message.
+_Failure: TypeAlias = tuple[int, int, str]
 ENDED = "Another process of this run has ended, or did not answer in time, so this one ends too."
 _current: ContextVar[World | None] = ContextVar("the processes that work together", default=None)
 
@@ -116,18 +118,15 @@ class World:
                 error = caught
         failed = None if error is None else (numbers[len(mine)], _kind(error), str(error))
         found = self.everyone((mine, failed))
-        failures = [where for _, where in found if where is not None]
-        if failures:
-            # The error that a single process would have met first.
-            number, kind, message = min(failures)
-            raise error if error is not None and number in numbers else KINDS[kind](message)
+        _raise_first(error, failed, [where for _, where in found])
         return [found[i % self.size][0][i // self.size] for i in range(len(items))]
 
     def gather(self, mine: Iterable[Tensor], count: int, like: Tensor) -> Iterable[Tensor]:
         """Items 0…count − 1 in order, of which `mine` are this process's share; all are shaped like `like`.
 
         Their sum is then the same, bit for bit, for any number of processes. A sum of each process's sum would be
-        rounded differently, and Adam amplifies rounding differences where a gradient is nearly zero.
+        rounded differently, and Adam amplifies rounding differences where a gradient is nearly zero. An error of one
+        process is raised on all of them.
         """
         if self.size == 1:
             return mine  # one at a time, to save memory
@@ -135,16 +134,20 @@ class World:
         # which saves a second message.
         own = like.new_zeros((-(-count // self.size), like.numel() + 1))
         error: BilevelError | None = None
+        numbers, done = self.share(range(count)), 0
         try:
-            for row, item in zip(own[: len(self.share(range(count)))], mine, strict=True):
+            for row, item in zip(own[: len(numbers)], mine, strict=True):
                 row[:-1].copy_(item.reshape(-1))
+                done += 1
         except BilevelError as caught:
             error = caught
-            own[0, -1] = 1 + _kind(error)
+            own[0, -1] = 1
         tables = [torch.empty_like(own) for _ in range(self.size)]
         with _connected():
             dist.all_gather(tables, own)
-        _raise_together(error, [int(table[0, -1]) - 1 for table in tables])
+        if any(bool(table[0, -1]) for table in tables):
+            failed = None if error is None else ((*numbers, count)[done], _kind(error), str(error))
+            _raise_first(error, failed, self.everyone(failed))
         return [tables[number % self.size][number // self.size, :-1].view(like.shape) for number in range(count)]
 
     @contextmanager
@@ -160,6 +163,14 @@ class World:
             raised[_kind(error)] = 1
         self.sum(raised)
         _raise_together(error, raised.nonzero().flatten().tolist())
+
+
+def _raise_first(mine: BilevelError | None, failed: _Failure | None, failures: list[_Failure | None]) -> None:
+    """Raise the error that a single process would have met first, if there is one."""
+    found = [failure for failure in failures if failure is not None]
+    if found:
+        first = min(found)
+        raise mine if mine is not None and first == failed else KINDS[first[1]](first[2])
 
 
 def _raise_together(mine: BilevelError | None, kinds: list[int]) -> None:
