@@ -13,6 +13,7 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient, Method, Part
 from bilevel.engine.process import Gradients, Process, accumulate
 from bilevel.errors import BilevelError
+from bilevel.methods.linear_models._shared_work import fold_parts
 from bilevel.structures.held_out import DeclaredOuter, HeldOut
 from bilevel.structures.leave_one_out import LeaveOneOut, LeaveOneOutSlopes
 from bilevel.structures.penalties import FunctionOfLam
@@ -248,3 +249,26 @@ def cholesky_solver(matrices: Tensor) -> Solver:
         return solve
     inverses = torch.linalg.pinv(matrices, hermitian=True)
     return lambda right: right @ inverses
+
+
+def solver_by_fold(folds: int, size: int, matrices: Callable[[slice], Tensor]) -> Solver:
+    """The function of `cholesky_solver`, for matrices that are computed and factorised when they are first needed.
+
+    Large systems are divided among the processes that share the work, fold by fold.
+
+    Args:
+        matrices: the matrices of some folds, of shape folds × size × size.
+    """
+    parts = fold_parts(folds, folds * size**3 / 3)
+    found: dict[int, Solver] = {}
+
+    def solve(right: Tensor) -> Tensor:
+        def solved_part(part: int) -> Tensor:
+            here = parts.slices[part]
+            if part not in found:
+                found[part] = cholesky_solver(matrices(here))
+            return found[part](right[here])
+
+        return parts.joined(solved_part, torch.empty_like(right))
+
+    return solve

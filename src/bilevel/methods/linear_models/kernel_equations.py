@@ -14,10 +14,11 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import (
     LinearModelMethod,
     Minimum,
-    cholesky_solver,
     declared_leave_one_out,
     flattened,
+    solver_by_fold,
 )
+from bilevel.methods.linear_models._shared_work import row_blocks
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import SquaredError
@@ -64,7 +65,7 @@ class KernelEquations(LinearModelMethod):
 class _Equations:
     def __init__(self, X: Any, weight: Tensor, alpha: Tensor, intercept: bool) -> None:
         self.X, self.alpha, self.intercept = X, alpha, intercept
-        kernel = row_kernel(X, 1 / alpha)
+        kernel = _kernel(X, 1 / alpha)
         self.bytes = kernel.nbytes
         self.total = weight.sum(1)
         self.share = weight / self.total[:, None] if intercept else torch.zeros_like(weight)
@@ -73,16 +74,23 @@ class _Equations:
         count = int((weight > 0).sum(1).max())
         self.rows = torch.argsort((weight <= 0).to(torch.int8), dim=1, stable=True)[:, :count]
         self.root = weight.gather(1, self.rows).sqrt()
-        # One flat index is much faster than an index for each of two axes.
-        places = self.rows[:, :, None] * len(kernel) + self.rows[:, None, :]
-        block = kernel.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
-        if intercept:
-            middles = self.share @ kernel
-            offset, middle = (middles * self.share).sum(1, keepdim=True), middles.gather(1, self.rows)
-            block.sub_(middle[:, :, None]).sub_((middle - offset)[:, None, :])
-        block *= self.root[:, :, None] * self.root[:, None, :]
-        block.diagonal(dim1=1, dim2=2).add_(1)
-        self._solve = cholesky_solver(block)
+        middles = self.share @ kernel if intercept else None
+
+        def matrices(folds: slice) -> Tensor:
+            """I + S^½ K S^½ of some folds."""
+            rows, root = self.rows[folds], self.root[folds]
+            # One flat index is much faster than an index for each of two axes.
+            places = rows[:, :, None] * len(kernel) + rows[:, None, :]
+            block = kernel.reshape(-1).index_select(0, places.reshape(-1)).reshape(places.shape)
+            if middles is not None:
+                middle = middles[folds]
+                offset, middle = (middle * self.share[folds]).sum(1, keepdim=True), middle.gather(1, rows)
+                block.sub_(middle[:, :, None]).sub_((middle - offset)[:, None, :])
+            block *= root[:, :, None] * root[:, None, :]
+            block.diagonal(dim1=1, dim2=2).add_(1)
+            return block
+
+        self._solve = solver_by_fold(len(weight), count, matrices)
 
     def _dual(self, right: Tensor) -> Tensor:
         """(S⁻¹ + K)⁻¹ times `right`, folds × outputs × rows; zero for the rows that are held out."""
@@ -121,3 +129,18 @@ class _Equations:
         scaled = slope / self.alpha
         image = row_scores(scaled, self.X) - scaled @ self.mean.mT
         return scaled - feature_sums(self._dual(image), self.X) / self.alpha
+
+
+def _kernel(X: Any, scale: Tensor) -> Tensor:
+    """X diag(scale) Xᵀ, in blocks of rows where it is large."""
+    rows, features = X.shape
+    blocks = row_blocks(rows, 2.0 * rows**2 * features if isinstance(X, Tensor) else 0)
+    if len(blocks.slices) == 1:
+        return row_kernel(X, scale)
+    scaled, size = X * scale.sqrt(), blocks.slices[0].stop
+
+    def block(number: int) -> Tensor:
+        found = scaled[blocks.slices[number]] @ scaled.mT
+        return torch.nn.functional.pad(found, (0, 0, 0, size - len(found)))
+
+    return torch.cat(blocks.each(block, scaled.new_empty(size, rows)))[:rows]

@@ -13,6 +13,7 @@ from torch import Tensor
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
+from bilevel.methods.linear_models._shared_work import Parts, fold_parts, row_blocks
 from bilevel.structures.linear_models import LinearModels, RowBatch
 from bilevel.structures.losses import SquaredError
 from bilevel.trees import Tree
@@ -84,16 +85,28 @@ class PenalisedRows:
         return (self.share * (self.model.loss.slopes(scores, self.y) * self.scores(q)).sum(1)).sum(0)
 
     def cholesky(self, scores: Tensor) -> Solve:
-        factors = factorised(self.hessians(scores))
+        (folds, outputs, rows), size = scores.shape, len(self.alpha)
+        parts = fold_parts(folds, folds * rows * (outputs * size) ** 2)
+        found: dict[int, Tensor] = {}
+
+        def factors(part: int) -> Tensor:
+            if part not in found:
+                found[part] = factorised(self.hessians(scores, parts.slices[part]))
+            return found[part]
 
         def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
-            columns = right.reshape(len(right), -1, factors.shape[-1]).mT
-            return torch.cholesky_solve(columns, factors).mT.reshape(right.shape)
+            def solved_part(part: int) -> Tensor:
+                some = right[parts.slices[part]]
+                columns = some.reshape(len(some), -1, outputs * size).mT
+                return torch.cholesky_solve(columns, factors(part)).mT.reshape(some.shape)
+
+            return parts.joined(solved_part, torch.empty_like(right))
 
         return solve
 
-    def hessians(self, scores: Tensor) -> Tensor:
-        """One matrix for every fold, over coefficients in the order (output, feature)."""
+    def hessians(self, scores: Tensor, part: slice = slice(None)) -> Tensor:
+        """One matrix for every fold of a part, over coefficients in the order (output, feature)."""
+        scores, weight = scores[part], self.weight[part]
         X = self._columns
         folds, outputs, rows = scores.shape
         size = X.shape[1]
@@ -101,13 +114,21 @@ class PenalisedRows:
         for a in range(outputs):
             unit = scores.new_zeros(outputs, 1)
             unit[a] = 1
-            curvature = self.weight[:, None] * self.model.loss.hessian_times(scores, self.y, unit.expand_as(scores))
-            # One product for all folds and the outputs from a on: block (b, a) equals block (a, b).
+            curvature = weight[:, None] * self.model.loss.hessian_times(scores, self.y, unit.expand_as(scores))
+            # One product for all folds of the part and the outputs from a on: block (b, a) equals block (a, b).
             columns = (X[:, None] * curvature[:, a:].reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
             found = (X.mT @ columns).reshape(size, folds, outputs - a, size)
             blocks[:, a, :, a:] = found.movedim(1, 0)
             blocks[:, a + 1 :, :, a] = found[:, :, 1:].permute(1, 2, 0, 3)
         return self.penalised(blocks.reshape(folds, outputs * size, -1))
+
+    @cached_property
+    def _row_blocks(self) -> tuple[Parts, list[Any]]:
+        """The blocks of rows in which products with the Hessian are computed, and X in each of them."""
+        # Products with a sparse X take time for its non-zero entries only.
+        entries = self.X.numel() if isinstance(self.X, Tensor) else self.X.nnz
+        blocks = row_blocks(self.X.shape[0], 4 * entries * len(self.weight) * len(self.y))
+        return blocks, [self.X] if len(blocks.slices) == 1 else [self.X[block] for block in blocks.slices]
 
     @cached_property
     def _columns(self) -> Tensor:
@@ -133,10 +154,15 @@ class PenalisedRows:
     def conjugate_gradients(self, scores: Tensor, precondition: Callable[[Tensor], Tensor] | None = None) -> Solve:
         """Each fold has its own recurrence, and a product with X serves all of them."""
         precondition = precondition or self._by_diagonal(scores.shape[1])
+        blocks, tables = self._row_blocks
 
         def times(v: Tensor) -> Tensor:
-            bent = self.weight[:, None] * self.model.loss.hessian_times(scores, self.y, self.scores(v))
-            return self.model.transposed(bent, self.X) + self.model.pulled(v, self.alpha)
+            def image(block: int) -> Tensor:
+                here, X = blocks.slices[block], tables[block]
+                image = self.model.loss.hessian_times(scores[..., here], self.y[:, here], self.model.scores(v, X))
+                return self.model.transposed(self.weight[:, None, here] * image, X)
+
+            return blocks.sum(image, torch.empty_like(v)) + self.model.pulled(v, self.alpha)
 
         def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
             x = torch.zeros_like(right) if start is None else start.clone()

@@ -13,9 +13,9 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import (
     LinearModelMethod,
     Minimum,
-    cholesky_solver,
     declared_leave_one_out,
     flattened,
+    solver_by_fold,
 )
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
@@ -40,13 +40,18 @@ class NormalEquations(LinearModelMethod):
         inner, bound = process.problem.inner, process.bound
         assert isinstance(inner, LeastSquares)
         gram, moments = bound.task.train
-        alpha, matrices = inner.penalty(bound.lam), gram.clone()
-        if alpha.ndim == 1:
-            matrices.diagonal(dim1=1, dim2=2).add_(alpha)
-        else:
-            matrices.add_(alpha)
-        solve = flattened(cholesky_solver(matrices))
-        return Minimum(solve(moments), solve, bytes=2 * matrices.nbytes)
+        alpha = inner.penalty(bound.lam)
+
+        def matrices(folds: slice) -> Tensor:
+            found: Tensor = gram[folds].clone()
+            if alpha.ndim == 1:
+                found.diagonal(dim1=1, dim2=2).add_(alpha)
+            else:
+                found.add_(alpha)
+            return found
+
+        solve = flattened(solver_by_fold(len(gram), gram.shape[-1], matrices))
+        return Minimum(solve(moments), solve, bytes=2 * gram.nbytes)
 
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner: Any = process.problem.inner
