@@ -20,7 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from bilevel.certificate import Certificate, certify
-from bilevel.distributed import world
+from bilevel.distributed import current_world, world
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array, Folds, split
@@ -29,6 +29,7 @@ from bilevel.estimators.scaling import centred, divided, units
 from bilevel.estimators.search import DEFAULT_TETHER, TETHERS, PenaltySearch, SearchRecord, choose_tether
 from bilevel.estimators.tables import FoldedTable, HeldOutScores
 from bilevel.estimators.tensors import as_numpy
+from bilevel.methods.linear_models import work_is_shared
 from bilevel.progress import bar, heartbeat
 from bilevel.thread_pool import threads
 
@@ -187,7 +188,10 @@ class BilevelEstimator(BaseEstimator):
         if rows is not None:
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
-        with threads(self.n_jobs), self._progress() as advance:
+        # Under torchrun, the processes share the work on folds and blocks of rows where it is large. Each of them gets
+        # the same result.
+        with world() as everybody, work_is_shared(), threads(self.n_jobs), self._progress() as advance:
+            everybody.same((X.shape, outputs.shape), "The processes called fit(…) with tables of different shapes.")
             return self._tune_and_fit(X, y, weight, outputs, rows, advance)
 
     def _tune_and_fit(
@@ -205,9 +209,7 @@ class BilevelEstimator(BaseEstimator):
         table = self._table(X, outputs, folds, groups)
         box = self._box(X, outputs, weight, variance / scale**2)
         search = PenaltySearch(table, folds, groups.count, box, int(self.max_iter), float(self.tol))
-        # Under torchrun, every process computes the same result as a single process.
-        with world():
-            lam = self._search(search, groups, 2 * np.log(scale), SearchRecord(advance))
+        lam = self._search(search, groups, 2 * np.log(scale), SearchRecord(advance))
         # λ is rounded to four decimals, so that rounding errors of the search do not change the result.
         lam = lam.mul(1e4).round().div(1e4)
         alpha = table.penalties(lam).numpy() * scale**2 * self._alpha_unit
@@ -297,12 +299,15 @@ class BilevelEstimator(BaseEstimator):
     @contextmanager
     def _progress(self) -> Iterator[Callable[[int, float], None]]:
         """A function that shows the number of hypergradients and the criterion."""
+        writes = current_world().writes
         if self.verbose is None:
-            with heartbeat() as show:
+            with heartbeat(quiet=not writes) as show:
                 show(f"{type(self).__name__}: preparing")
                 yield lambda n, value: show(f"{type(self).__name__}: {n} hypergradients, criterion {value:.6g}")
         else:
-            with bar("hypergradients", None, "criterion {task.fields[value]}", show=bool(self.verbose)) as advance:
+            with bar(
+                "hypergradients", None, "criterion {task.fields[value]}", show=bool(self.verbose) and writes
+            ) as advance:
                 yield lambda n, value: advance(n, value=f"{value:.6g}")
 
     def _certify(self, search: PenaltySearch, lam: Tensor, w: Tensor) -> Certificate:

@@ -11,6 +11,7 @@ from sklearn.base import RegressorMixin
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.constraints.box import Box
+from bilevel.distributed import current_world
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array, Folds
@@ -115,7 +116,9 @@ class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
         if len(ratios) == 1:
             self.l1_ratio_ = ratios[0]
         else:
-            results = map_in_threads(tune_shared, ratios, thread_count(self.n_jobs))
+            # Several processes share the folds of one ratio after the other.
+            threads = thread_count(self.n_jobs) if current_world().size == 1 else 1
+            results = map_in_threads(tune_shared, ratios, threads)
             _, self.l1_ratio_, log_penalty = min(results, key=lambda result: result[0])
             if tuned:
                 self.l1_ratio_ = self._tuned_ratio(table("tuned"), folds, self.l1_ratio_, log_penalty)

@@ -11,6 +11,7 @@ from sklearn.base import RegressorMixin
 from sklearn.utils.validation import validate_data
 from torch import Tensor
 
+from bilevel.distributed import world
 from bilevel.errors import BilevelError
 from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array, Folds, single_fold
@@ -115,9 +116,11 @@ class BilevelRidge(ScoringMixin, RegressorMixin, BilevelRegressor):
         def fit_target(target: int) -> Any:
             return models[target].set_params(**settings).fit(X, y[:, target], sample_weight, groups)
 
-        with self._progress() as advance:
+        with world() as everybody, self._progress() as advance:
             self.estimators_: list[Any] = []
-            for model in map_in_threads(fit_target, range(y.shape[1]), thread_count(self.n_jobs)):
+            # Several processes work together on one target after the other.
+            threads = thread_count(self.n_jobs) if everybody.size == 1 else 1
+            for model in map_in_threads(fit_target, range(y.shape[1]), threads):
                 self.estimators_.append(model)
                 advance(sum(fitted.n_iter_ for fitted in self.estimators_), model.history_["value"][-1])
         for name in ("alpha_", "tether_", "coef_", "intercept_", *(["cv_score_"] if self.scoring is not None else [])):

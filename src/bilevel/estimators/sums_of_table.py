@@ -110,7 +110,7 @@ class SumsOfTable(FoldedTable):
     def _sums(self, rows: Array, keep_gram: bool) -> tuple[Tensor, ...]:
         """XᵀSX, yᵀSX, yᵀSy, the sums of x and y, and the total weight, over these rows."""
         X, y, s = self.X[rows], self.y[:, rows], self.weight[rows]
-        gram = weighted_gram(X, s) if keep_gram else torch.zeros(())
+        gram = weighted_gram(X, s) if keep_gram else s.new_zeros(())
         total = (s * y.square()).sum()
         return gram, feature_sums(s * y, X), total, feature_sums(s[None], X)[0], y @ s, s.sum()
 

@@ -1,0 +1,85 @@
+"""`torchrun script.py` with estimators: processes share the work, and get the bits that one process gets."""
+
+import json
+import subprocess
+import sys
+
+import estimator_script
+import numpy as np
+import pytest
+import torch
+from processes import ENVIRONMENT, finish
+
+from bilevel.methods.linear_models import _shared_work
+
+# The closed form of the leave-one-out error has one fold.
+NOT_SHARED = {"left-out"}
+
+
+def processes(folder, count, cases):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), estimator_script.__file__]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen([sys.executable, *words, str(folder), cases], **pipes, text=True, env=ENVIRONMENT)
+    code, _, err = finish(started, 300)
+    assert code == 0, err
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What each of two processes found."""
+    return processes(tmp_path_factory.mktemp("two"), 2, ",".join([*estimator_script.CASES, "failing"]))
+
+
+@pytest.fixture
+def one_thread():
+    before, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_num_threads(before)
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.parametrize("case", estimator_script.CASES)
+def test_two_processes_share_the_work_and_return_what_one_returns(two, case, one_thread):
+    one = estimator_script.run(case)
+    assert one["numbers"] == two[0][case]["numbers"] == two[1][case]["numbers"]
+    shares = [rank[case]["parts"] for rank in two]
+    if case in NOT_SHARED:
+        return
+    assert sum(shares) == one["parts"] > 0 and min(shares) > one["parts"] / 4
+
+
+def test_a_table_of_usual_size_is_shared_too(two, one_thread):
+    one = estimator_script.run("stale", _shared_work.LEAST_OPERATIONS)
+    assert one["numbers"] == two[0]["large"]["numbers"] == two[1]["large"]["numbers"]
+    assert sum(rank["large"]["parts"] for rank in two) == one["parts"] > 0
+
+
+def test_an_error_of_one_process_ends_both_with_its_message(two):
+    for rank in two:
+        assert rank["failing"] == {"error": "The matrices of rank 1 are out of order."}
+
+
+@pytest.mark.parametrize("case", ["stale", "classes", "dense", "sparse", "poisson", "ridge", "kernel", "lasso"])
+def test_parts_change_no_result_beyond_rounding(case, one_thread):
+    """The penalties are rounded to four decimals of their logarithm, so that they are the same."""
+    whole, parts = (estimator_script.run(case, least)["numbers"] for least in (np.inf, 1))
+    for a, b in zip(whole, parts, strict=True):
+        assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-5, abs=1e-7)
+
+
+def test_three_processes_return_what_one_returns(tmp_path, one_thread):
+    """Folds that cannot be divided evenly."""
+    three = processes(tmp_path, 3, "ridge,lasso,dense")
+    for case in ("ridge", "lasso", "dense"):
+        one = estimator_script.run(case)["numbers"]
+        assert all(rank[case]["numbers"] == one for rank in three)
+
+
+def test_all_rows_are_in_one_block():
+    for rows in (8, 9, 64, 65, 1001):
+        blocks = _shared_work.row_blocks(rows, 1e12).slices
+        assert np.concatenate([np.arange(rows)[block] for block in blocks]).tolist() == list(range(rows))
+        assert len({block.stop - block.start for block in blocks[:-1]}) <= 1
