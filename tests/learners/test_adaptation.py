@@ -156,6 +156,29 @@ def test_a_training_sizes_the_learned_head():
     assert ANIL.for_training(told, _data(), module).lam[HEAD].shape[1] == 4
 
 
+@pytest.mark.parametrize("kind", [MAML, ANIL])
+def test_a_class_has_the_same_weight_in_every_task(kind):
+    """With half as many classes as in training, the mean over the classes is halved, like a step of half the size."""
+    batch, options = episodes(), {"head": "zero", "steps": 3}
+    value, grads = small(kind, inner_lr=0.4, trained_ways=6, **options).hypergradient(batch)
+    expected, others = small(kind, inner_lr=0.2, **options).hypergradient(batch)
+    assert torch.allclose(value, expected, rtol=1e-12)
+    assert_same(grads, others)
+    ours, theirs = (
+        small(kind, **step, **options).adapt(batch.train[0][0], batch.train[1][0]).scores(batch.val[0][0])
+        for step in ({"inner_lr": 0.4, "trained_ways": 6}, {"inner_lr": 0.2})
+    )
+    assert torch.allclose(ours, theirs, rtol=1e-10)
+
+
+def test_a_training_records_its_number_of_classes():
+    settings = TrainingSettings(learner="maml", dataset="patterns", ways=7, train_ways=9)
+    learner = MAML.for_training(settings, _data(), small(MAML).module)
+    assert learner.options.trained_ways == 9 and learner.loss_factor(9) == 1
+    with pytest.raises(BilevelError, match="trained_ways=-1 must be a whole number"):
+        small(MAML, trained_ways=-1)
+
+
 def test_imaml_agrees_with_a_long_proximal_run():
     batch, options = episodes(), {"rho": 4.0, "inner_lr": 0.1, "steps": 150}
     value, grads = small(IMAML, cg_steps=100, **options).hypergradient(batch)

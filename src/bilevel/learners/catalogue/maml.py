@@ -36,10 +36,19 @@ class MAMLOptions(DescentOptions):
         head: the start of the last layer: "zero", for any number of classes, or "learned", as in the paper: part of λ,
             and for one number of classes only.
         head_ways: the number of classes of a learned head. In a training it is by default that of the episodes.
+        trained_ways: the number of classes for which `inner_lr` is the step size: a class has the weight 1/trained_ways
+            in L, whatever the number of classes of a task. In a training it is that of the episodes. 0: L is the mean
+            over the classes of the task.
     """
 
     head: Literal["zero", "learned"] = "zero"
     head_ways: int = 5
+    trained_ways: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trained_ways < 0:
+            raise BilevelError(f"trained_ways={self.trained_ways} must be a whole number ≥ 0.")
 
 
 class MAML(BilevelLearner):
@@ -47,6 +56,10 @@ class MAML(BilevelLearner):
 
     With head=zero the start does not depend on the numbering of the classes. It is the only such start: if all classes
     began with another common vector, all logits of an image would change by the same number, which the softmax ignores.
+
+    A task may have another number of classes than the episodes of training. In the mean over 5 classes, the gradient of
+    each class is 4 times as large as in the mean over 20, and steps that were learned for 20 classes are then too long.
+    Therefore a class has the same weight in L in every task (`trained_ways`).
 
     Batch norm is the paper's: every set uses its own statistics. The paper takes one step of size 0.4 on Omniglot. The
     default here is 0.1, because training with five steps of 0.4 is slower.
@@ -63,7 +76,8 @@ class MAML(BilevelLearner):
 
     @classmethod
     def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None) -> Any:
-        options = {"head_ways": settings.ways_in_training, **settings.options}
+        ways = settings.ways_in_training
+        options = {"head_ways": ways, "trained_ways": ways, **settings.options}
         return super().for_training(replace(settings, options=options), data, module)
 
     @property
@@ -76,6 +90,10 @@ class MAML(BilevelLearner):
                 f"This {self.name} has a learned head for {self.options.head_ways} classes and cannot classify {ways}. "
                 f"Set head_ways={ways} for a new training, or head=zero for any number of classes."
             )
+
+    def loss_factor(self, ways: int) -> float:
+        """What the mean of the classes' losses is multiplied by in L, for this number of classes."""
+        return ways / self.options.trained_ways if self.options.trained_ways else 1.0
 
     @property
     def adapts_network(self) -> bool:
@@ -148,12 +166,13 @@ class MAML(BilevelLearner):
 
     def _stacked(self, ways: int, count: int) -> Problem:
         """The problem of `count` stacked episodes, whose f_T is the mean over them. It is built once."""
+        factor = self.loss_factor(ways)
 
         def inner(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
             (images, labels), weights = batch, self.weights(w, lam)
             with self.representation.of_this_thread().unfused():
                 logits = torch.bmm(self.representation.of_this_thread().networks(weights, images), weights[HEAD])
-            return sum_of_balanced_losses(logits, labels)
+            return factor * sum_of_balanced_losses(logits, labels)
 
         def outer(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
             leaves = zip(*map(torch.unbind, w.values()), strict=True)
@@ -173,8 +192,13 @@ class MAML(BilevelLearner):
             support, query = self.representation.of_this_thread().sets(lam, images, queries, training=training)
             return Task((support, labels), (query, answers))
 
-        problem = super().problem(ways, training=training)
-        return problem if self.adapts_network else replace(problem, encode=encode)
+        problem, factor = super().problem(ways, training=training), self.loss_factor(ways)
+
+        def inner(w: Weights, lam: Weights, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return factor * mean_loss(w, lam, batch)
+
+        mean_loss = problem.inner
+        return replace(problem, inner=inner, encode=None if self.adapts_network else encode)
 
 
 def sum_of_balanced_losses(logits: Tensor, labels: Tensor) -> Tensor:
