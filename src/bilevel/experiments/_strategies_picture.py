@@ -24,6 +24,8 @@ LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 # Between the names of two lines, as a share of the height of the axes.
 LABEL_HEIGHT = 0.042
+# The accuracies that are marked, in per cent. The axis is logistic: it shows the differences between good learners.
+TICKS = (2, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99, 99.5)
 
 
 def draw(path: Path, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -43,6 +45,9 @@ def _panel(axes: Axes, problem: str, learners: Sequence[Mapping[str, Any]]) -> N
     titled(axes, problem, "seconds of training, one thread", "meta-validation accuracy in per cent")
     axes.text(1, 1.04, "meta-test", transform=axes.transAxes, ha="right", fontsize=9)
     axes.set_xscale("log")
+    axes.set_yscale("logit")
+    axes.set_yticks([tick / 100 for tick in TICKS], [f"{tick:g}" for tick in TICKS])
+    axes.set_yticks([], minor=True)
     trained = [row for row in learners if row["trains"]]
     first = min((row["curve"][1][1] for row in trained), default=0.1)
     last = max((row["seconds"] for row in trained), default=1.0)
@@ -54,44 +59,49 @@ def _panel(axes: Axes, problem: str, learners: Sequence[Mapping[str, Any]]) -> N
         line = LINES[number % len(LINES)]
         if row["trains"]:
             curve = [point for point in row["curve"] if point[1] > 0]  # before training there is no place on the axis
-            at, scores = [point[1] for point in curve], [100 * point[2] for point in curve]
+            at, scores = [point[1] for point in curve], [_on_axis(point[2]) for point in curve]
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(at, scores, color=colour, linestyle=line, marker=marker, markersize=4)
             ends.append((scores[-1], at[-1], row, colour))
         else:
-            level = 100 * row["curve"][-1][2]
+            level = _on_axis(row["curve"][-1][2])
             axes.plot([first, last], [level, level], color=colour, linestyle=line, linewidth=1)
             ends.append((level, last, row, colour))
     _label(axes, ends, last)
     _name_strategies(axes, list(seen))
 
 
+def _on_axis(accuracy: float) -> float:
+    """The accuracy, at a distance from 0 and 1, which are at infinity."""
+    return min(max(accuracy, 0.01), 0.998)
+
+
 def _label(axes: Axes, ends: list[tuple[float, float, Mapping[str, Any], str]], last: float) -> None:
     """The names at the right, from bottom to top in the order of the lines' ends, without touching each other."""
-    low, high = axes.get_ylim()
-    apart = LABEL_HEIGHT * (high - low)
+    left = axes.get_xlim()[0]
+    axes.set_xlim(left, last * (last / left) ** 0.45 * 1.5)  # room for the names
+    to_axes = axes.transData + axes.transAxes.inverted()
     ends = sorted(ends, key=lambda end: end[0])
     places: list[float] = []
-    for level, *_ in ends:
-        places.append(max(level, places[-1] + apart) if places else level)
-    over = max(0.0, places[-1] - high)  # the highest names may not leave the axes
-    for i in reversed(range(len(places))):
-        ceiling = places[i + 1] - apart if i + 1 < len(places) else high
-        places[i] = min(places[i], ceiling) if over else places[i]
+    for level, at, *_ in ends:
+        height = float(to_axes.transform((at, level))[1])
+        places.append(max(height, places[-1] + LABEL_HEIGHT) if places else height)
+    if places[-1] > 1:  # the highest names may not leave the axes
+        for i in reversed(range(len(places))):
+            places[i] = min(places[i], places[i + 1] - LABEL_HEIGHT if i + 1 < len(places) else 1)
+    beside = float(to_axes.transform((last * 1.5, 0.5))[0])
     for place, (level, at, row, colour) in zip(places, ends, strict=True):
         axes.annotate(
             f"{row['learner']} {100 * row['accuracy']:.1f}",
             (at, level),
-            (last * 1.5, place),
+            (beside, place),
+            textcoords="axes fraction",
             color=colour,
             fontsize=9,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
-    axes.set_ylim(low, high)
-    left = axes.get_xlim()[0]
-    axes.set_xlim(left, last * (last / left) ** 0.45 * 1.5)  # room for the names
 
 
 def _name_strategies(axes: Axes, strategies: Sequence[str]) -> None:
