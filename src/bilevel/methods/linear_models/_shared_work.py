@@ -18,10 +18,11 @@ from torch import Tensor
 
 from bilevel.distributed import World, alone, current_world
 
-# Work of fewer floating-point operations than this is one part: it takes about as long as ten messages.
-LEAST_OPERATIONS = 2e7
-# A table is cut into this number of blocks of rows, so that at most as many processes can share its products.
-ROW_BLOCKS = 8
+# Work of fewer floating-point operations than this, one or two milliseconds, is not divided further: the exchange of
+# results would take too much of the time that this saves.
+LEAST_OPERATIONS = 3e7
+# A table is cut into one of these numbers of blocks of rows. At most as many processes can share its products.
+ROW_BLOCKS = (8, 4, 2, 1)
 
 _shares: ContextVar[bool] = ContextVar("whether processes share the work inside a method", default=False)
 
@@ -83,8 +84,7 @@ def fold_parts(folds: int, operations: float) -> Parts:
 
 
 def row_blocks(rows: int, operations: float) -> Parts:
-    """Blocks of rows of the same size, but for the last one; a single block if the work is small."""
-    if operations < LEAST_OPERATIONS or rows < ROW_BLOCKS:
-        return Parts((slice(0, rows),))
-    size = -(-rows // ROW_BLOCKS)
+    """Blocks of rows of the same size, but for the last one: as many as the work is worth; one if it is small."""
+    count = next((n for n in ROW_BLOCKS if n <= rows and n * LEAST_OPERATIONS <= operations), 1)
+    size = -(-rows // count)
     return Parts(tuple(slice(first, min(first + size, rows)) for first in range(0, rows, size)))

@@ -135,9 +135,9 @@ class _Nets:
         return parts.joined(minimised, w), solve
 
     def _parts(self, w: Tensor) -> Parts:
-        # With a Gram matrix for each fold, folds share no work. An evaluation takes about ten products with each.
+        # With a Gram matrix for each fold, folds share no work. An evaluation takes at least two products with each.
         # A product with the rows of a wide table serves all folds, so these stay together.
-        return fold_parts(len(w), 0 if isinstance(self.gram, GramOfRows) else 20 * w.numel() * w.shape[-1])
+        return fold_parts(len(w), 0 if isinstance(self.gram, GramOfRows) else 4 * w.numel() * w.shape[-1])
 
     def _of_folds(self, folds: slice) -> _Nets:
         return _Nets(self.gram[folds], self.linear[folds], self.l1[folds], self.l2, self.positive)

@@ -128,7 +128,8 @@ class _Sweeps:
         rows, size = len(self.rows.X), w[0].numel()
         # A sweep multiplies five vectors of every fold with X or its transpose.
         self.blocks = row_blocks(rows, 10 * rows * w.numel())
-        self.folds = fold_parts(len(w), len(w) * size**3 / 3)
+        # The factors of one λ serve several sweeps.
+        self.folds = fold_parts(len(w), len(w) * size**3 / 6)
         self.images: Images = {}
         saved: Any = process.adjoint
         if isinstance(saved, SweepState) and saved.reported.equal(w) and _same_storage(saved.data, self.data):
