@@ -60,7 +60,8 @@ ARGUMENTS = """Args:
             it and `cv_score_` holds it. It does not tune the penalties: the criterion needs a derivative, and scores
             that count or rank rows have none.
         n_jobs: the number of threads for the linear algebra, and for ratios or targets that are tuned in parallel. -1
-            means all processors, None as many as torch uses. The folds are always solved together, as one batch.
+            means all processors, None as many as torch uses. Under torchrun, several processes share the work on the
+            folds of large tables.
         verbose: None writes progress lines to standard error if a fit takes more than two seconds. True shows a
             progress bar, False nothing.
 """
