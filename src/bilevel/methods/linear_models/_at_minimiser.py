@@ -30,8 +30,8 @@ class Minimum:
         w: the minimisers, folds × outputs × features.
         solve: H_k⁻¹ b_k for every fold (on the support of w_k, where there is an L1 penalty), for one b of the shape of
             w or for many: folds × right sides × outputs × features.
-        apart: whether H_k is block-diagonal, with one block per output.
-        more: pairs of a function of λ, other than the penalties, and the derivative of ∇L in its values.
+        block_diagonal: whether H_k is, with one block per output.
+        others: pairs of a function of λ, other than the penalties, and the derivative of ∇L in its values.
         bytes: the memory that the Hessians or their factors take.
         in_weights: q ↦ ⟨q, ∂∇L/∂ω⟩ for the weights ω of the rows; None if they do not depend on λ.
     """
@@ -148,10 +148,10 @@ class MinimiserMethod(Method):
         Args:
             value: E, from `outer_slope`.
             direct: ∇_λ E, from `outer_slope`.
-            beside: what is added to ∇L in the condition at w_λ, such as the subgradient of an L1 penalty.
+            extra_slope: what is added to ∇L in the condition at w_λ, such as the subgradient of an L1 penalty.
             kept: the `adjoint` of the result, with which the next hypergradient may start; q by default.
             penalty_slope: the derivative of f in the penalties α through w; −⟨q, ∂α w⟩ by default.
-            more: pairs of a function of λ, other than the penalties, and the derivative of f in its values.
+            others: pairs of a function of λ, other than the penalties, and the derivative of f in its values.
         """
         inner: Any = process.problem.inner
         outer, bound = process.problem.outer, process.bound
