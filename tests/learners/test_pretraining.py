@@ -171,6 +171,58 @@ def test_a_step_of_pretraining_is_plain_torch(data, kind):
             assert torch.allclose(job.learner.lam[name].double(), leaf.data, rtol=1e-4, atol=1e-5), name
 
 
+@pytest.fixture
+def single():
+    """float32 as torch's default, because autocast leaves float64 as it is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("network", ["omniglot-net", "c4l", "rn"])
+def test_bfloat16_pretraining_is_close_to_float32(single, network):
+    torch.manual_seed(0)
+    batch = torch.rand(48, 3, 32, 32), torch.randint(8, (48,))
+    values, gradients, statistics = {}, {}, {}
+    for precision in ("float32", "bfloat16"):
+        options = {"batch_norm": "running", "class_loss": ClassLoss(8)}
+        pretraining = bl.learners.get("multiclass")(network, (3, 32, 32), **options)
+        pretraining.precision = precision
+        with pretraining.recording_statistics() as seen:
+            values[precision], gradient = pretraining.hypergradient(batch)
+        assert all(part.dtype == torch.float32 for part in (*gradient.values(), *seen()))
+        gradients[precision] = torch.cat([part.flatten() for part in gradient.values()])
+        statistics[precision] = torch.cat(seen())
+    exact, rounded = gradients["float32"], gradients["bfloat16"]
+    assert not torch.equal(exact, rounded)
+    assert values["bfloat16"] == pytest.approx(float(values["float32"]), rel=1e-2)
+    assert F.cosine_similarity(exact, rounded, dim=0) > 0.97
+    assert (statistics["bfloat16"] - statistics["float32"]).norm() < 0.02 * statistics["float32"].norm()
+
+
+def test_bfloat16_is_for_pretraining_only(data):
+    with pytest.raises(BilevelError, match="hyper-representation does not use precision=bfloat16"):
+        FewShotTraining(replace(SMALL, learner="hyper-representation", precision="bfloat16"), data)
+    with pytest.raises(BilevelError, match="precision='float16' is unknown; pass one of float32, bfloat16"):
+        replace(SMALL, precision="float16")
+
+
+def test_a_training_in_bfloat16_is_resumed_bit_for_bit(single, data):
+    settings = replace(SMALL, precision="bfloat16", batch_norm="running")
+    whole, half = FewShotTraining(settings, data), FewShotTraining(settings, data)
+    for k in (1, 2, 3, 4):
+        whole.step(k)
+    for k in (1, 2):
+        half.step(k)
+    saved = {name: tensor.clone() for name, tensor in half.state().items()}
+    resumed = FewShotTraining(settings, data)
+    resumed.restore(saved)
+    for k in (3, 4):
+        resumed.step(k)
+    assert all(torch.equal(value, resumed.state()[name]) for name, value in whole.state().items())
+
+
 def test_every_image_comes_once_in_an_epoch(data):
     job = FewShotTraining(replace(SMALL, images=12), data)
     epoch = [

@@ -106,3 +106,16 @@ def test_sets_are_normalised_each_by_its_own_statistics(scale):
     for part, (mean, variance) in zip(x.split([2, 3]), norm.seen, strict=True):
         var, centre = torch.var_mean(part, (0, 2, 3), correction=0)
         assert torch.allclose(mean, centre) and torch.allclose(variance, var)
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 4, 5), (6, 3)])
+def test_recorded_statistics_are_those_of_the_batch(shape):
+    _, ours, x = pair(shape)
+    ours.seen = []
+    ours(x)
+    with using({"": ours}, "own", [2, 4]):
+        ours(x)
+    expected = [statistics(part) for part in (x, x[:2], x[2:])]
+    for (mean, variance), (their_mean, their_variance) in zip(ours.seen, expected, strict=True):
+        assert torch.allclose(mean, their_mean, rtol=1e-12) and torch.allclose(variance, their_variance, rtol=1e-12)
+        assert not mean.requires_grad and not variance.requires_grad

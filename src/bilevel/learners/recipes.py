@@ -17,6 +17,8 @@ from bilevel.learners.settings import TrainingSettings
 FILE = "recipe.json"
 # Settings that all stages of a recipe must share. Otherwise the weights of one stage would not fit the next.
 SHARED = ("dataset", "network", "last_relu", "rotations")
+# Settings that stages of pretraining have and stages of the bilevel problem refuse.
+OF_PRETRAINING = ("precision",)
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,19 @@ class Recipe:
         return [f"{number}-{name}" for number, name in enumerate(self.stages, 1)]
 
     def changed(self, given: Mapping[str, Any]) -> Recipe:
-        """The recipe with these settings changed in all stages."""
-        return Recipe({name: replace(settings, **given) for name, settings in self.stages.items()})
+        """The recipe with these settings changed in all stages; those of pretraining in its stages only.
+
+        >>> recipe = Recipe({"first": TrainingSettings(learner="multiclass"), "second": TrainingSettings()})
+        >>> [stage.precision for stage in recipe.changed({"precision": "bfloat16"}).stages.values()]
+        ['bfloat16', 'float32']
+        """
+        others = {key: value for key, value in given.items() if key not in OF_PRETRAINING}
+        return Recipe(
+            {
+                name: replace(settings, **(given if settings.learner == "multiclass" else others))
+                for name, settings in self.stages.items()
+            }
+        )
 
     def plain(self) -> dict[str, Any]:
         return {"stages": {name: settings.plain() for name, settings in self.stages.items()}}

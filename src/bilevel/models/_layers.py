@@ -33,8 +33,8 @@ def is_plain(layer: nn.Conv2d) -> bool:
 
 
 def suits(x: Tensor) -> bool:
-    """Whether the fast layers are used: on a CPU, in single or double precision."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    """Whether the fast layers are used: on a CPU, in single or double precision, without autocast."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
 
 
 def with_graph(plain: Callable[..., Tensor], inputs: tuple[Tensor, ...], g: Tensor) -> Gradients:

@@ -64,17 +64,25 @@ class BatchNorm(nn.Module):
         if self.by == "keep":
             self.kept.append(statistics(x))
             return self._affine(x, *self.kept[-1])
-        if self.seen is not None:
-            with torch.no_grad():
-                self.seen += map(statistics, self._sets(x))
         # torch's kernel needs a weight if it has a bias.
         weight = self._ones if self.weight is None and self.bias is not None else self.weight
         if self.by == "running":
             return F.batch_norm(x, self.running_mean, self.running_var, weight, self.bias, False, 0.0, self.eps)
         sets = self._sets(x)
         refuse_single_values(min(part[:, 0].numel() for part in sets))
-        parts = [F.batch_norm(part, None, None, weight, self.bias, True, 0.0, self.eps) for part in sets]
+        parts = [self._normalised(part, weight) for part in sets]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _normalised(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """The values normalised by their own statistics, which are appended to `seen` if that is a list."""
+        if self.seen is None:
+            return F.batch_norm(x, None, None, weight, self.bias, True, 0.0, self.eps)
+        # With momentum 1, torch's kernel writes its statistics into the averages; the variance has n − 1 in place of n.
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        y = F.batch_norm(x, mean, variance, weight, self.bias, True, 1.0, self.eps)
+        count = x[:, 0].numel()
+        self.seen.append((mean, variance * ((count - 1) / count)))
+        return y
 
     def _sets(self, x: Tensor) -> Sequence[Tensor]:
         """The sets that are normalised by their own statistics."""

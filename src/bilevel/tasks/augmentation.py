@@ -50,8 +50,11 @@ class ImageAugmentation:
             images = self._moved(images, draws[:, :4])
         else:
             draws = torch.empty(len(images), 7)
-        floats = images.permute(0, 3, 1, 2).to(torch.float32).div_(255)
-        return self._coloured(floats, draws[:, 4:]) if "colour" in self.kinds else floats
+        images = images.permute(0, 3, 1, 2)
+        if "colour" not in self.kinds:
+            return images.to(torch.float32).div_(255)
+        # The operations on colours are faster if the pixels of a channel are contiguous.
+        return self._coloured(images.contiguous().to(torch.float32).div_(255), draws[:, 4:])
 
     def _moved(self, images: Tensor, draws: Tensor) -> Tensor:
         """Flips, shifts and zooms as one look-up: every pixel is copied from another position of its image."""
@@ -63,7 +66,9 @@ class ImageAugmentation:
         if "flip" in self.kinds:
             columns = torch.where(draws[:, 3:] < 0.5, columns, columns.flip(1))
         which = torch.arange(len(images))[:, None, None]
-        return images[which, rows[:, :, None], columns[:, None, :]]
+        # `index_select` copies whole pixels, and is several times faster than indexing with three tensors.
+        pixels = (which * height + rows[:, :, None]) * width + columns[:, None, :]
+        return images.flatten(0, 2).index_select(0, pixels.flatten()).view(images.shape)
 
     @staticmethod
     def _coloured(images: Tensor, draws: Tensor) -> Tensor:

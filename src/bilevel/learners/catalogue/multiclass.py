@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import Self
 
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.class_loss import ClassLoss
@@ -22,10 +23,22 @@ class Multiclass(HyperRepresentation):
 
     New classes are learned as in `HyperRepresentation`: T steps from zero on the features. Validation uses episodes, so
     that runs can be compared with those of the bilevel problem.
+
+    Attributes:
+        precision: "float32", or "bfloat16" for faster convolutions in training (torch's autocast). λ, its gradient and
+            batch norm's statistics are always in float32, and so is everything after training.
     """
 
     strategy: ClassVar[str] = "baseline"
     episodic: ClassVar[bool] = False
+    also_uses: ClassVar[frozenset[str]] = HyperRepresentation.also_uses | {"precision"}
+    precision: str = "float32"
+
+    @classmethod
+    def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
+        learner = super().for_training(settings, data, module)
+        learner.precision = settings.precision
+        return learner
 
     @classmethod
     def class_loss_of(cls, settings: TrainingSettings, data: ImageDataset) -> ClassLoss | None:
@@ -37,12 +50,13 @@ class Multiclass(HyperRepresentation):
 
     def hypergradient(self, episodes: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss on labelled images of all classes (`ImageStream.draw`), and its gradient."""
-        device = next(iter(self.lam.values())).device
-        images, labels = (x.to(device) for x in episodes)
+        leaf = next(iter(self.lam.values()))
+        images, labels = (x.to(leaf.device) for x in episodes)
         lam = {name: leaf.detach().requires_grad_() for name, leaf in self.lam.items()}
         with torch.enable_grad():
-            features = self.representation.of_this_thread().together(lam, images)[:, :-1]
-            loss = self.loss(lam, features, labels)
+            with torch.autocast(leaf.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+                features = self.representation.of_this_thread().together(lam, images)[:, :-1]
+            loss = self.loss(lam, features.to(leaf.dtype), labels)
             # λ may have unused leaves: a cosine classifier does not depend on the length of normalised features.
             grads = torch.autograd.grad(loss, list(lam.values()), allow_unused=True, materialize_grads=True)
         return loss.detach(), dict(zip(lam, grads, strict=True))
