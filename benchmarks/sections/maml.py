@@ -31,7 +31,8 @@ episodes side by side. Memory is the peak of the resident memory during one hype
 before, in a fresh process; learn2learn's algorithm stands for the peers, which keep the same graph. No method can take
 less than the gradient of one episode's outer objective: its 75 queries pass through the network together, because batch
 norm takes its statistics from all of them. The ridge head is held against one forward and one backward pass of its
-network. Adapting is learning from one support set and classifying its queries.
+network. Adapting is learning from one support set and classifying its queries. For these two, memory that was freed is
+kept for the next call, as `bilevel train` does.
 """
 ROUNDS = 10
 PEER = "learn2learn, by hand"
@@ -162,10 +163,12 @@ def costs(case: Case) -> dict[str, Any]:
     import torch
 
     from bilevel import learners
+    from bilevel.cli._allocator import keep_freed_memory
     from bilevel.learners.presets import for_learner, preset
     from bilevel.learners.streams import open_data
     from bilevel.learners.training import FewShotTraining
 
+    keep_freed_memory()
     torch.set_num_threads(1)
     settings = preset("omniglot-5way-1shot" if dataset() == "omniglot" else "glyphs-5way-1shot")
     data, found, pair = open_data(settings), [], (None, None)
