@@ -1,11 +1,14 @@
 """The leave-one-out loss of linear models, against refits, differences and other methods."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import bilevel as bl
 from bilevel.errors import BilevelError
 from bilevel.methods.linear_models import NewtonLeftOut, NewtonLinear
+from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.structures import GroupPenalties, LeftOutLoss, LinearModels, LogLoss, SquaredError
 
 
@@ -29,8 +32,9 @@ def problem(classes, loss=None, rows=40, features=3, seed=0, freedom=0.0):
     return built, task
 
 
-def found(problem, task, lam, method):
-    return bl.hypergradient(problem, lam, task, method=method, dynamics=bl.GradientDescent(0.01), steps=1)
+def found(problem, task, lam, method, last=None):
+    warm = {} if last is None else {"start": last.inner, "adjoint": last.adjoint}
+    return bl.hypergradient(problem, lam, task, method=method, dynamics=bl.GradientDescent(0.01), steps=1, **warm)
 
 
 LAM = torch.tensor([0.3, 1.2], dtype=torch.float64)
@@ -65,6 +69,41 @@ def test_the_loss_is_that_of_refits_without_each_row(classes, loss, tolerance):
         total += float(weight[0, i] * built.inner.loss.values(built.inner.scores(w, X[i : i + 1]), y[:, i : i + 1]))
     ours = float(found(built, task, LAM, NewtonLeftOut()).value - 0.01 * LAM.square().sum())
     assert ours == pytest.approx(total / float(weight.sum()), rel=tolerance)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_hessian_of_the_last_penalties_is_where_the_next_search_starts(classes, monkeypatch):
+    built, task = problem(classes)
+    last = found(built, task, LAM + 0.3, NewtonLeftOut())
+    points = []
+    hessians = PenalisedRows.unpenalised_hessians
+
+    def counted(rows, scores, part=slice(None)):
+        points.append(scores)
+        return hessians(rows, scores, part)
+
+    monkeypatch.setattr(PenalisedRows, "unpenalised_hessians", counted)
+    counts, results = [], []
+    for warm in (replace(last, adjoint=None), last):
+        points.clear()
+        results.append(found(built, task, LAM, NewtonLeftOut(), warm))
+        counts.append(len(points))
+    assert counts[1] == counts[0] - 1
+    cold = found(built, task, LAM, NewtonLeftOut())
+    for result in results:
+        torch.testing.assert_close(result.value, cold.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(result.grad, cold.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_hessian_of_other_data_is_not_used():
+    built, task = problem(2)
+    last = found(built, task, LAM + 0.3, NewtonLeftOut())
+    weight = task.train[2].clone()
+    for changed in (weight.flip(1), task.train[2].mul_(2)):  # other data, and the same tensor with other numbers
+        other = bl.Task((*task.train[:2], changed), (*task.val[:2], changed, task.val[3]))
+        warm, cold = (found(built, other, LAM, NewtonLeftOut(), start) for start in (last, None))
+        torch.testing.assert_close(warm.value, cold.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(warm.grad, cold.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_other_problems_are_refused():

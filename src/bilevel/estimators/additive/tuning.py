@@ -84,12 +84,14 @@ class TunedPenalties:
         lam: the log penalty of every group of features.
         value: the leave-one-out loss, without the term for the degrees of freedom.
         w: coefficients of shape outputs × features, with an intercept unless the loss is squared errors.
+        adjoint: what the method kept for the next penalties.
     """
 
     lam: Tensor
     value: float
     w: Tensor
     outcome: Outcome | None = None
+    adjoint: Any = None
 
 
 @dataclass
@@ -159,11 +161,20 @@ class LeftOut:
     def task(self, strength: float) -> Task:
         return Task(self.train, (*self.val, torch.tensor(strength, dtype=torch.float64)))
 
-    def evaluate(self, problem: Problem, lam: Tensor, start: Tensor | None = None) -> TunedPenalties:
+    def evaluate(
+        self, problem: Problem, lam: Tensor, start: Tensor | None = None, adjoint: Any = None
+    ) -> TunedPenalties:
         result = hypergradient(
-            problem, lam, self.task(0.0), method=self.method, start=start, dynamics=GradientDescent(1.0), steps=0
+            problem,
+            lam,
+            self.task(0.0),
+            method=self.method,
+            start=start,
+            adjoint=adjoint,
+            dynamics=GradientDescent(1.0),
+            steps=0,
         )
-        return TunedPenalties(lam, float(result.value), result.inner[0])
+        return TunedPenalties(lam, float(result.value), result.inner[0], adjoint=result.adjoint)
 
     def minimise(
         self,
@@ -244,8 +255,8 @@ def tune_kinds(
         by_kind = left_out.problem(kind, kinds, left_out.constant)
         best: TunedPenalties | None = None
         for level in (level for level in GRID if level >= left_out.box[0]):
-            last = None if best is None else best.w[None]
-            here = left_out.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), last)
+            last = (None, None) if best is None else (best.w[None], best.adjoint)
+            here = left_out.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), *last)
             if best is not None and here.value > 1.02 * best.value:
                 break
             best = here if best is None or here.value < best.value else best

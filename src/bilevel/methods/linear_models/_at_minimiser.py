@@ -228,6 +228,16 @@ def start_of(process: Process) -> Tensor:
     return process.bound.start()[0].detach()
 
 
+def storage_key(tensor: Any) -> tuple[Any, ...]:
+    """A key that changes if a tensor is replaced or changed in place."""
+    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
+
+
+def same_storage(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
+    """Whether two tuples hold the same tensors, which have not changed in between."""
+    return len(one) == len(other) and all(storage_key(a) == storage_key(b) for a, b in zip(one, other, strict=True))
+
+
 def flattened(solve: Solver) -> Solver:
     """`solve` for right sides of any shape folds × … × size."""
     return lambda right: solve(right.reshape(len(right), -1, right.shape[-1])).reshape(right.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,15 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
-from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, same_storage, start_of
+from bilevel.methods.linear_models.newton_linear import (
+    NewtonLinear,
+    PenalisedRows,
+    Solve,
+    factorised,
+    minimise,
+    solved,
+)
 from bilevel.structures.left_out import LeftOutLoss, with_ones
 from bilevel.structures.linear_models import LinearModels
 
@@ -24,6 +31,9 @@ class NewtonLeftOut(LinearModelMethod):
     E depends on λ through w_λ and through the Hessian H. With the derivatives B_i of E in A_i = X_i H⁻¹ X_iᵀ and
     M = H⁻¹ (Σ_i X_iᵀ B_i X_i) H⁻¹, the derivative of E in H is −M. In a penalty it is a diagonal entry of −M, and in
     the curvature V_i of a row it is −X_i M X_iᵀ.
+
+    The Hessian at the minimiser for one λ is where Newton's method starts for the next: without its penalties it is in
+    the result's `adjoint`, which `solve` passes on with `start="warm"`.
 
     Args:
         tol: a bound on the relative error of w.
@@ -50,9 +60,14 @@ class NewtonLeftOut(LinearModelMethod):
         assert isinstance(inner, LinearModels) and isinstance(outer, LeftOutLoss)
         X, y, weight, _ = process.bound.task.val
         rows = PenalisedRows(inner, process.bound.task.train, process.bound.lam)
-        w, scores = minimise(rows, start_of(process), rows.cholesky, self.tol)
+        start, data = start_of(process), (rows.X, rows.y, rows.weight)
+        known: Any = process.adjoint
+        if not (isinstance(known, LossHessian) and known.w.equal(start) and same_storage(known.data, data)):
+            known = None
+        w, scores = minimise(rows, start, rows.cholesky, self.tol, None if known is None else known.solver(rows))
         columns, (outputs, size) = with_ones(X, inner.intercept), w.shape[1:]
-        inverse = torch.cholesky_inverse(factorised(rows.hessians(scores))[0])
+        kept = LossHessian(w, rows.unpenalised_hessians(scores), data)
+        inverse = torch.cholesky_inverse(kept.factors(rows)[0])
         leverage = _forms(columns, inverse, outputs)
         with torch.enable_grad():
             free_scores, free_leverage = scores.detach().requires_grad_(), leverage.requires_grad_()
@@ -70,7 +85,30 @@ class NewtonLeftOut(LinearModelMethod):
         in_penalty = -(q * w).sum((0, 1)) - spread.diagonal().reshape(outputs, size).sum(0)
         in_penalty = in_penalty[:-1] if inner.intercept else in_penalty
         memory = 4 * inverse.nbytes + 2 * columns.nbytes
-        return self.from_adjoint(process, w, q, value.detach(), None, penalty_slope=in_penalty, peak_memory=memory)
+        return self.from_adjoint(
+            process, w, q, value.detach(), None, kept=kept, penalty_slope=in_penalty, peak_memory=memory
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LossHessian:
+    """The Hessian at w of the losses without penalties.
+
+    Attributes:
+        data: the tensors from which it was computed.
+    """
+
+    w: Tensor
+    matrices: Tensor
+    data: tuple[Tensor, ...]
+
+    def factors(self, rows: PenalisedRows) -> Tensor:
+        """The Cholesky factors of the Hessian with the penalties of `rows`."""
+        return factorised(rows.penalised(self.matrices.clone()))
+
+    def solver(self, rows: PenalisedRows) -> Solve:
+        factors = self.factors(rows)
+        return lambda right, tol, start: solved(factors, right)
 
 
 def _forms(columns: Tensor, matrix: Tensor, outputs: int) -> Tensor:

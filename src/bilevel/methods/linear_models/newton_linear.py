@@ -106,6 +106,10 @@ class PenalisedRows:
 
     def hessians(self, scores: Tensor, part: slice = slice(None)) -> Tensor:
         """One matrix for every fold of a part, over coefficients in the order (output, feature)."""
+        return self.penalised(self.unpenalised_hessians(scores, part))
+
+    def unpenalised_hessians(self, scores: Tensor, part: slice = slice(None)) -> Tensor:
+        """The Hessians of the losses alone."""
         scores, weight = scores[part], self.weight[part]
         X = self._columns
         folds, outputs, rows = scores.shape
@@ -120,7 +124,7 @@ class PenalisedRows:
             found = (X.mT @ columns).reshape(size, folds, outputs - a, size)
             blocks[:, a, :, a:] = found.movedim(1, 0)
             blocks[:, a + 1 :, :, a] = found[:, :, 1:].permute(1, 2, 0, 3)
-        return self.penalised(blocks.reshape(folds, outputs * size, -1))
+        return blocks.reshape(folds, outputs * size, -1)
 
     @cached_property
     def _row_blocks(self) -> tuple[Parts, list[Any]]:
@@ -190,9 +194,15 @@ class PenalisedRows:
 
 
 def minimise(
-    rows: PenalisedRows, w: Tensor, solver: Callable[[Tensor], Solve], tol: float = 0.0
+    rows: PenalisedRows, w: Tensor, solver: Callable[[Tensor], Solve], tol: float = 0.0, solve: Solve | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The folds' minimisers from w, and the scores there."""
+    """The folds' minimisers from w, and the scores there.
+
+    Args:
+        solver: solves with the Hessians at some scores.
+        tol: a bound on the relative error of w; 0 is as accurate as rounding allows.
+        solve: solves with the Hessians at w, if they are known.
+    """
     scores = rows.scores(w)
     value = rows.values(w, scores)
     done = torch.zeros(len(w), dtype=torch.bool)
@@ -200,8 +210,8 @@ def minimise(
     accuracy = min(max(1e-4, 10 * tol), 0.1)
     negligible = max(1e-13, 10 * torch.finfo(w.dtype).eps, 0.01 * tol**2)
     for _ in range(NEWTON_STEPS):
-        slope = rows.slope(w, scores)
-        step = solver(scores)(slope, accuracy, None)
+        slope, solve = rows.slope(w, scores), solve or solver(scores)
+        step = solve(slope, accuracy, None)
         decrease, moved = (slope * step).sum((1, 2)), rows.scores(step)
         # Convergence is quadratic here, so this step is the last one of such a fold.
         near = decrease <= negligible * value.abs()
@@ -211,6 +221,9 @@ def minimise(
         done |= near | (size[:, 0, 0] == 0)
         if bool(done.all()):
             break
+        # Close to the minimisers the Hessians hardly change, so that the next step can use the same ones.
+        if bool((decrease > tol * value.abs()).any()):
+            solve = None
     return w, scores
 
 

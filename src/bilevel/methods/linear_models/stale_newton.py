@@ -23,7 +23,7 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, start_of
+from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, same_storage, start_of, storage_key
 from bilevel.methods.linear_models._shared_work import Parts, fold_parts, row_blocks, shared
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise, solved
 from bilevel.structures.held_out import HeldOutLoss
@@ -132,7 +132,7 @@ class _Sweeps:
         self.folds = fold_parts(len(w), len(w) * size**3 / 6)
         self.images: Images = {}
         saved: Any = process.adjoint
-        if isinstance(saved, SweepState) and saved.reported.equal(w) and _same_storage(saved.data, self.data):
+        if isinstance(saved, SweepState) and saved.reported.equal(w) and same_storage(saved.data, self.data):
             self.w, self.q, self.images = saved.w, saved.q, saved.images
             self.slopes, self.hessians, self.wasted = saved.slopes, saved.hessians, saved.wasted
         else:
@@ -372,15 +372,6 @@ def _held_out(process: Process) -> Tensor | None:
     outer, train, val = process.problem.outer, process.bound.task.train, process.bound.task.val
     if not isinstance(outer, HeldOutLoss) or outer.model != process.problem.inner or process.encoded:
         return None
-    if _storage_key(train[0]) != _storage_key(val[0]) or _storage_key(train[1]) != _storage_key(val[1]):
+    if storage_key(train[0]) != storage_key(val[0]) or storage_key(train[1]) != storage_key(val[1]):
         return None
     return val[2] / val[2].sum()
-
-
-def _storage_key(tensor: Any) -> tuple[Any, ...]:
-    """A key that changes if a tensor is replaced or changed in place."""
-    return tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride()
-
-
-def _same_storage(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    return len(one) == len(other) and all(_storage_key(a) == _storage_key(b) for a, b in zip(one, other, strict=True))
