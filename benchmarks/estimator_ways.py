@@ -1,7 +1,8 @@
-"""Which way to the criterion is fastest for which size: `python benchmarks/estimator_ways.py [--out FOLDER]`.
+"""The fastest method for the criterion of an estimator, by table size: `python benchmarks/estimator_ways.py`.
 
-Times one evaluation of the five-fold criterion with its hypergradient, by every method that the estimators choose from
-and by two that know no structure, and says which one the estimator takes. Writes WAYS.md.
+Times one evaluation of the five-fold cross-validation criterion with its hypergradient. It is evaluated by every method
+from which the estimators choose, and by two general methods that do not use the structure of the problem. The method
+that the estimator chooses is marked. Writes WAYS.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ Evaluate = Callable[[np.ndarray], object]
 
 
 def engine(table: FoldedTable, folds: Folds, method: bl.Method, steps: int = 0) -> Evaluate:
-    """A method on a table, all folds in one task. Each evaluation starts from the one before."""
+    """A function that evaluates the criterion by this method, with all folds in one task.
+
+    Each evaluation starts from the solution of the previous one.
+    """
     task = table.task(folds)
     known: dict[str, object] = {"start": table.start(task), "adjoint": None}
     curvature = float(torch.linalg.eigvalsh(task.train[0]).max()) if steps else 1.0
@@ -75,7 +79,7 @@ def logistic(X: np.ndarray, y: np.ndarray, folds: Folds) -> Iterator[tuple[str, 
 
 
 def seconds(evaluate: Evaluate, features: int) -> float:
-    """The median time of evaluations at neighbouring points, as in a descent."""
+    """The median time of evaluations at neighbouring points, as in an optimisation."""
     rng = np.random.default_rng(1)
     log_alpha, taken = np.full(features, 3.0), []
     for _ in range(ROUNDS + 1):
@@ -92,11 +96,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [
-        "# Ways to the criterion of an estimator",
+        "# Methods for the criterion of an estimator",
         "",
-        "Milliseconds of processor time, one thread, for one evaluation of the five-fold criterion with its",
-        "hypergradient for a penalty per feature: medians of five evaluations at neighbouring points. The estimator",
-        "takes the method in bold.",
+        "The time of one evaluation of the five-fold cross-validation criterion with its hypergradient, for one",
+        "penalty per feature. Milliseconds of processor time, one thread, medians of five evaluations at neighbouring",
+        "points. The estimator uses the method in bold.",
         "",
         "| model | rows × features | method | ms |",
         "|---|---|---|---:|",

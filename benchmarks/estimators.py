@@ -1,7 +1,7 @@
 """The estimators against scikit-learn's: `python benchmarks/estimators.py [--quick] [--only TEXT] [--out FOLDER]`.
 
-For every table and every model, both are trained on the same rows, standardised, and judged on the same other rows:
-error and processor time side by side, one thread. Writes ESTIMATORS.md, estimators.json and estimators.png.
+On every table, all models are trained on the same standardised rows and evaluated on the same held-out rows. Compares
+errors and processor times with one thread. Writes ESTIMATORS.md, estimators.json and estimators.png.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from threadpoolctl import threadpool_limits
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge
 
 ALPHAS = np.logspace(-3, 5, 31)
-SMALL = 20_000  # entries of a table up to which ten splits are drawn
+SMALL = 20_000  # a table with at most this many entries is split ten times
 
 
 @dataclass(frozen=True)
 class Table:
-    """Data with a name: `draw(seed)` returns (X, y) for training and (X, y) for testing."""
+    """Data with a name. `draw(seed)` returns X and y for training, then X and y for testing."""
 
     name: str
     draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
@@ -94,7 +94,7 @@ CLASSIFICATION = [
     generated(10_000, 300, 30, classes=True, noise=2),
 ]
 
-# The models that are compared, the rival first.
+# The models that are compared, by family. The rival is first.
 FAMILIES: dict[str, tuple[list[Table], dict[str, Callable[[], object]]]] = {
     "ridge": (
         REGRESSION,
@@ -126,13 +126,13 @@ RIVAL = {"ridge": "RidgeCV", "elastic net": "ElasticNetCV", "logistic": "Logisti
 
 
 def measure(table: Table, build: Callable[[], object], seed: int) -> tuple[float, float]:
-    """The error on the rows held out (1 − R², or the log loss) and the seconds of processor time of the fit."""
+    """The error on the held-out rows (1 − R², or the log loss) and the processor time of the fit in seconds."""
     X, y, X_test, y_test = table.draw(seed)
     scaler = StandardScaler().fit(X)
     X, X_test = scaler.transform(X), scaler.transform(X_test)
     model = build()
     with threadpool_limits(1), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what scikit-learn says about its own future
+        warnings.simplefilter("ignore")  # deprecation warnings of scikit-learn
         began = time.process_time()
         model.fit(X, y)
         seconds = time.process_time() - began
@@ -187,10 +187,11 @@ def markdown(entries: list[dict[str, object]]) -> str:
     lines = [
         "# The estimators against scikit-learn's",
         "",
-        "Error is 1 − R² on rows held out for ridge and elastic net, and the log loss for logistic regression; means",
-        "over the splits. The difference is from the rival's error on the same splits, ± one standard error; in bold",
-        "where our error is lower by more than two of them and in italics where it is higher. Seconds of processor",
-        "time, one thread, medians. All features are standardised on the training rows.",
+        "The error on held-out rows is 1 − R² for ridge and elastic net, and the log loss for logistic regression. It",
+        "is a mean over the splits. The column *against* is the model's error minus the rival's on the same splits, ±",
+        "one standard error. It is bold if our error is lower by more than two standard errors, and italic if it is",
+        "higher by more than two. Seconds are processor time with one thread, medians over the splits. All features",
+        "are standardised on the training rows.",
         "",
         "![Error and time of one penalty per feature over those of scikit-learn's estimator](estimators.png)",
     ]
@@ -221,7 +222,7 @@ def markdown(entries: list[dict[str, object]]) -> str:
 
 
 def picture(entries: list[dict[str, object]], path: Path) -> None:
-    """Error and time of one penalty per feature relative to scikit-learn's, a line for each table."""
+    """The error and time of one penalty per feature relative to scikit-learn's estimator, one line per table."""
     own = {"ridge": "BilevelRidge()", "elastic net": "BilevelElasticNet()", "logistic": "BilevelLogisticRegression()"}
     known = {(e["family"], e["table"], e["model"]): e for e in entries}
     rows = [(f, t) for f, t, m in known if m == own[f]]
@@ -242,9 +243,9 @@ def picture(entries: list[dict[str, object]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two splits of the small tables, into .bench/quick")
+    parser.add_argument("--quick", action="store_true", help="two splits of the small tables; writes to .bench/quick")
     parser.add_argument(
-        "--only", metavar="TEXT", help="only tables whose 'family: name' has this in it; others are kept"
+        "--only", metavar="TEXT", help="measure only tables whose 'family: name' contains this; other results are kept"
     )
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/results)")
     options = parser.parse_args()

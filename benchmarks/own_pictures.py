@@ -1,8 +1,8 @@
 """Which model for which pictures: `python benchmarks/own_pictures.py [--only SET] [--models NAME] [--quick]`.
 
-The models of the zoo, used as `bilevel classify` uses them, and two classifiers of pixels, on letters, digits and
-photographs that no model was trained on. Writes PICTURES.md, and pictures.json with every single accuracy; what a call
-leaves out keeps its figures.
+Evaluates the models of the zoo, used as in `bilevel classify`, and two classifiers of pixels, on letters, digits and
+photographs on which no model was trained. Writes PICTURES.md, and pictures.json with every single accuracy. Sets and
+models that are not measured keep their earlier figures.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from bilevel.learners.calibration import calibration_error
 from bilevel.learners.library import TrainedLearner, zoo
 from picture_sets import PictureSet, sets
 
+# The rate of false alarms that "none of these" is set to.
 RATE = 0.05
-# The number of episodes for networks of small pictures, for networks of large pictures, and for calibration.
+# The number of episodes: for networks of small pictures, for networks of large pictures, and for calibration.
 EPISODES, LARGE, CALIBRATED = 100, 40, 30
-# Goals: set, model, least accuracy in per cent.
+# The goals: the least accuracy of the default model in per cent, by set.
 GOALS = {"digits, mixed sizes and polarities": 86.0, "letters in a corner": 80.0, "letters in a shadow": 80.0}
-# Sets on which probabilities are evaluated, and the numbers of classes. As many other classes are strangers, if the
-# set has them.
+# The sets on which probabilities are evaluated, and the numbers of classes. Pictures of as many other classes, if the
+# set has them, are "strangers": they belong to none of the classes of the episode.
 CALIBRATED_WAYS = {
     "letters, 28 pixels": (20,),
     "letters, original files": (20,),
@@ -41,14 +42,14 @@ CALIBRATED_WAYS = {
     "photographs, 1 of each class": (5,),
     "photographs, 5 of each class": (5,),
 }
-# By set and contestant: accuracies, seconds, and rows of `probabilities` by number of classes.
+# By set and contestant: accuracies, seconds, and the results of `probabilities` by number of classes.
 Figures = dict[str, dict[str, dict[str, Any]]]
 Adapt = Callable[[np.ndarray, np.ndarray], Callable[[np.ndarray], np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A classifier: its name, how pictures are prepared for it, and how it learns from labelled ones."""
+    """A classifier: its name, how pictures are prepared for it, and how it learns from labelled pictures."""
 
     name: str
     preparation: Preparation
@@ -58,7 +59,10 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Episode:
-    """Positions of the labelled pictures, of those to be classified (classes 0, 1, …), and of strangers."""
+    """The positions of the support pictures, of the queries and of strangers, and the classes 0, 1, … of the first two.
+
+    Strangers are pictures of other classes.
+    """
 
     support: np.ndarray
     labels: np.ndarray
@@ -87,7 +91,7 @@ def episodes(task: PictureSet, labels: np.ndarray, count: int) -> Iterator[Episo
 
 
 class Prepared:
-    """The pictures of a set as contestants receive them. Each preparation is done once."""
+    """The prepared pictures of a set. Each preparation is done once."""
 
     def __init__(self, task: PictureSet) -> None:
         self.task = task
@@ -140,15 +144,15 @@ def contestants(found: dict[str, TrainedLearner], drawn: bool) -> list[Contestan
 
 
 def _episodes(model: TrainedLearner, drawn: bool) -> int:
-    """The number of episodes: fewer for slow networks of large pictures, fewest if the kind of pictures is wrong."""
+    """The number of episodes: fewer for slow networks of large pictures, and fewest if these are given drawings."""
     return EPISODES if model.learner.shape[1] <= 28 else LARGE // 2 if drawn else LARGE
 
 
 def accuracies(one: Contestant, data: Prepared, count: int) -> np.ndarray:
     images, found = data.images(one.preparation), []
     for episode in episodes(data.task, data.labels, count):
-        said = one.adapt(images[episode.support], episode.labels)(images[episode.queries]).argmax(1)
-        found.append(float((said == episode.answers).mean()))
+        predicted = one.adapt(images[episode.support], episode.labels)(images[episode.queries]).argmax(1)
+        found.append(float((predicted == episode.answers).mean()))
     return 100 * np.array(found)
 
 
@@ -161,7 +165,7 @@ def shown(values: np.ndarray) -> str:
 
 
 def probabilities(model: TrainedLearner, data: Prepared, ways: int, count: int) -> list[str]:
-    """Calibration error before and after the card's temperature, and "none of these" with its two rates."""
+    """Calibration errors without and with the card's temperature, the rate of false alarms and of found strangers."""
     images, task = data.images(model.preparation), replace(data.task, ways=ways)
     before, after, answers, alarms, found = [], [], [], [], []
     for episode in episodes(task, data.labels, count):
@@ -195,7 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--only", default="", help="measure sets whose name contains this")
     parser.add_argument("--models", default="", help="measure models whose name contains this")
-    parser.add_argument("--quick", action="store_true", help="a few episodes of the first set")
+    parser.add_argument("--quick", action="store_true", help="measure a few episodes of the first set only")
     options = parser.parse_args()
     torch.set_num_threads(1)
     file, found = options.out / "pictures.json", models()
@@ -220,7 +224,7 @@ def measure(task: PictureSet, found: dict[str, TrainedLearner], chosen: str, sca
         values = accuracies(one, data, max(2, int(scale * one.episodes)))
         here[one.name] = {"accuracies": [round(float(value), 3) for value in values]}
         model = found.get(one.name)
-        if model is not None and model.preparation.draws == task.drawn and _looked_at(one.name, task):
+        if model is not None and model.preparation.draws == task.drawn and _evaluates_probabilities(one.name, task):
             count = max(2, int(scale * CALIBRATED))
             here[one.name]["probabilities"] = {
                 str(ways): probabilities(model, data, ways, count) for ways in CALIBRATED_WAYS.get(task.name, ())
@@ -240,7 +244,7 @@ def written(figures: Figures) -> str:
         lines += [
             f"## {title}",
             "",
-            "Accuracy in per cent with its 95 % interval; bold: what `bilevel classify` takes if no model is named.",
+            "Accuracy in per cent with its 95 % interval. Bold: the model that `bilevel classify` uses by default.",
             "",
         ]
         head = ["", *(f"{task.name}, {task.ways}-way {task.shots}-shot" for task in some)]
@@ -251,17 +255,17 @@ def written(figures: Figures) -> str:
             for name in names
         ]
         lines += [*table(head, body), ""]
-    lines += ["## Goals", "", *table(["goal", "least", "measured"], goals(rows)), ""]
+    lines += ["## Goals", "", *table(["goal", "at least", "measured"], goals(rows)), ""]
     head = ["pictures", "model", "calibration error, τ = 1", "with the card's τ", "false alarms", "strangers found"]
-    lines += ["## Probabilities", "", "In per cent.", "", *table(head, _probabilities(figures, tasks)), ""]
+    lines += ["## Probabilities", "", "Figures in per cent.", "", *table(head, _probabilities(figures, tasks)), ""]
     minutes = sum(of["seconds"] for each in figures.values() for of in each.values()) / 60
     return "\n".join(
-        [*lines, f"Measured by `python benchmarks/own_pictures.py` in {minutes:.0f} minutes of one processor.", ""]
+        [*lines, f"Measured by `python benchmarks/own_pictures.py` in {minutes:.0f} minutes of processor time.", ""]
     )
 
 
-def _looked_at(name: str, task: PictureSet) -> bool:
-    """For drawings the default model of `bilevel classify`, for photographs all models of photographs."""
+def _evaluates_probabilities(name: str, task: PictureSet) -> bool:
+    """True for the default model of `bilevel classify`, and on photographs for all models."""
     return name == chosen_for(task) or not task.drawn
 
 
@@ -271,7 +275,7 @@ def _probabilities(figures: Figures, tasks: list[PictureSet]) -> list[list[str]]
         for task in tasks
         for name, of in figures[task.name].items()
         for ways, row in of.get("probabilities", {}).items()
-        if _looked_at(name, task)
+        if _evaluates_probabilities(name, task)
     ]
 
 
@@ -289,7 +293,7 @@ def goals(rows: dict[str, dict[str, np.ndarray]]) -> list[list[str]]:
     small, full = (rows.get(name) for name in ("letters, 28 pixels", "letters, original files"))
     if small and full:
         name = chosen_for(sets()[0])
-        found.append(["letters, original files less 28 pixels, same episodes", "−0.5", shown(full[name] - small[name])])
+        found.append(["letters, original files − 28 pixels, same episodes", "−0.5", shown(full[name] - small[name])])
     return found
 
 

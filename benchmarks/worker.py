@@ -1,10 +1,11 @@
-"""One contestant as a process: `python worker.py contestants/NAME.py` answers requests, one JSON object per line.
+"""The process of one contestant: `python worker.py contestants/NAME.py` answers requests, one JSON object per line.
 
     {"do": "hello", "packages": [...]}        → {"versions": {...}}
     {"do": "load", "case": "path.npz"}        → {"first": seconds, "warm": seconds}, or {"unavailable": "why"}
     {"do": "run", "case": "name", "times": k} → {"seconds": [...], "gradient": [...]}
 
-`first` is the first call, compilation included; the answers of a failed request carry "error".
+`first` is the time of the first call, including preparation and compilation. `warm` is the time of a later call. The
+answer to a failed request has the key "error".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from harness.contract import Case, Run, Unavailable
 
 
 def load_contestant(path: Path) -> Callable[[Case], Run]:
-    """The contestant's `prepare`, loaded by path, because a contestant may have the name of a package it imports."""
+    """Load the contestant's `prepare` by path, because its file may have the same name as a package that it imports."""
     spec = importlib.util.spec_from_file_location(f"contestant_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,7 +38,10 @@ def load_contestant(path: Path) -> Callable[[Case], Run]:
 
 
 def timed(run: Run, threads: int) -> tuple[float, Any]:
-    """The seconds of a call and its result: processor time for one thread, which other programs do not change."""
+    """The seconds of a call and its result.
+
+    With one thread this is processor time, which other programs do not change. With several it is wall-clock time.
+    """
     clock = time.process_time if threads == 1 else time.perf_counter
     started = clock()
     result = run()
@@ -51,8 +55,8 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 def use(cores: list[int]) -> None:
     """Run on these cores only.
 
-    The kernel updates the time of a thread on another core only at intervals. So the time of a library's own threads
-    would be attributed to the wrong calls.
+    The kernel updates the processor time of a thread on another core only at intervals. Without this, the time of a
+    library's own threads would be attributed to the wrong calls.
     """
     if cores:
         os.sched_setaffinity(0, cores)
@@ -92,10 +96,10 @@ class Answers:
 
 
 def main() -> None:
-    # Output of libraries goes to stderr. The pipe carries only answers.
+    # Redirect the output of libraries to stderr, so that stdout has answers only.
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    use(CORES[-1:])  # before a library starts its threads, which inherit it
+    use(CORES[-1:])  # before a library starts its threads, because threads inherit the setting
     answers: Answers | None = None
     for line in sys.stdin:
         request = json.loads(line)

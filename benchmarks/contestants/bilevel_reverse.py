@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper, from stored iterates."""
+"""Algorithm 1 of the paper. It keeps all iterates."""
 
 import bilevel as bl
 from problems.in_bilevel import with_method

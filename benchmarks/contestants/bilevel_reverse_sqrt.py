@@ -1,4 +1,4 @@
-"""Algorithm 1 from √T iterates, the others recomputed."""
+"""Algorithm 1 with fewer kept iterates. The other iterates are computed again."""
 
 import bilevel as bl
 from problems.in_bilevel import with_method

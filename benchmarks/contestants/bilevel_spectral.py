@@ -1,4 +1,4 @@
-"""The closed form in T; it needs a quadratic inner objective."""
+"""The closed form in T. It needs a quadratic inner objective."""
 
 import bilevel as bl
 from problems.in_bilevel import with_method

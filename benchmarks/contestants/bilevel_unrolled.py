@@ -1,4 +1,4 @@
-"""All steps in one recorded graph."""
+"""Records all steps in one autograd graph."""
 
 import bilevel as bl
 from problems.in_bilevel import with_method

@@ -16,7 +16,7 @@ REQUIREMENTS = ("higher==0.2.1", "torch", "numpy")
 
 
 class Weights(nn.Module):
-    """A module that holds w; the objectives are functions of its parameters."""
+    """A module whose parameters are w. The objectives are functions of these."""
 
     def __init__(self, start: Sequence[torch.Tensor]) -> None:
         super().__init__()

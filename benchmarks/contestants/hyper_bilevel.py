@@ -1,4 +1,4 @@
-"""The package's learner on a meta-batch."""
+"""The package's learner `HyperRepresentation` on a meta-batch."""
 
 from harness.contract import Case, Run
 from problems.representation_in_bilevel import learner_and_episodes

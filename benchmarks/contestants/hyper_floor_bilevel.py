@@ -1,5 +1,5 @@
-"""One forward and one backward pass of the package's own h on the same images, with as many episodes at a time as its
-learner takes."""
+"""One forward and one backward pass of the package's own h on the same images, with as many episodes at a time as in
+its learner."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""higher: features once per episode, a linear head adapted by its differentiable SGD."""
+"""higher: features are computed once per episode, and its differentiable SGD adapts a linear head."""
 
 import higher
 import torch

@@ -1,5 +1,7 @@
-"""learn2learn's algorithm written out, because the package does not build: a clone of the head whose parameters are
-replaced by p − lr·g, step by step, with the graph kept."""
+"""learn2learn's algorithm, implemented here because the package cannot be built.
+
+In every step, each parameter p of a clone of the head is replaced by p − lr·g. The graph of all steps is kept.
+"""
 
 import torch
 from torch import Tensor

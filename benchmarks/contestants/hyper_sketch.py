@@ -1,6 +1,7 @@
-"""One forward and one backward pass of the plain module, channels last, an episode at a time with both its sets.
+"""One forward and one backward pass of the plain module with channels last, one episode at a time.
 
-It normalises both sets together, which is less work than a learner has to do.
+The support set and the query set pass together, so batch norm runs once for both. A learner normalises each set by
+itself, which takes longer.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""torchopt: features once per episode, a linear head adapted by its functional optimiser."""
+"""torchopt: features are computed once per episode, and its functional optimiser adapts a linear head."""
 
 from problems.head_by_torchopt import adapt
 from problems.representation import with_adaptation

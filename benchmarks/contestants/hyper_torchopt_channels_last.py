@@ -1,4 +1,4 @@
-"""torchopt as someone uses it who knows that torch's convolutions are faster with channels last."""
+"""torchopt with channels last, which makes torch's convolutions faster."""
 
 import torch
 

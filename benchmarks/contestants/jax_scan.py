@@ -1,4 +1,4 @@
-"""The unrolled loop as one writes it by hand in jax: a compiled scan."""
+"""The unrolled loop, written by hand in jax as a compiled scan."""
 
 from collections.abc import Sequence
 

@@ -16,7 +16,7 @@ REQUIREMENTS = ("jax", "jaxlib", "jaxopt==0.8.5", "numpy")
 
 def prepare(case: Case) -> Run:
     p = in_jax(case)
-    # tol=0: exactly T steps, as everyone else takes.
+    # tol=0 makes it take exactly T steps, like all other contestants.
     solver = jaxopt.GradientDescent(
         p.inner, stepsize=p.lr, maxiter=p.steps, tol=0.0, acceleration=False, implicit_diff=False, unroll=True, jit=True
     )

@@ -1,4 +1,4 @@
-"""MAML with higher: the whole model adapted by its differentiable SGD."""
+"""MAML with higher: its differentiable SGD adapts all weights."""
 
 import higher
 import torch

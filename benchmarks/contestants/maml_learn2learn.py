@@ -1,4 +1,4 @@
-"""MAML by learn2learn's algorithm, written out."""
+"""MAML by learn2learn's algorithm, implemented in `problems.by_learn2learn`."""
 
 from problems.by_learn2learn import adaptation
 from problems.initialisation import with_all_weights

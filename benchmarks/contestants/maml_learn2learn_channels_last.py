@@ -1,4 +1,4 @@
-"""The same by someone who knows that torch's convolutions are faster with channels last."""
+"""MAML by learn2learn's algorithm with channels last, which makes torch's convolutions faster."""
 
 import torch
 

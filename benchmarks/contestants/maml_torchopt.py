@@ -1,4 +1,4 @@
-"""MAML with torchopt: all weights adapted by its functional optimiser."""
+"""MAML with torchopt: its functional optimiser adapts all weights."""
 
 import torchopt
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""The unrolled loop as one writes it by hand in torch, with nothing around it."""
+"""The unrolled loop, written by hand in torch without any library."""
 
 from collections.abc import Sequence
 

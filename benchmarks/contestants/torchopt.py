@@ -1,4 +1,4 @@
-"""torchopt: its functional optimiser, the fastest of its three interfaces on these cases."""
+"""torchopt with its functional optimiser, which is the fastest of its three interfaces on these cases."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""What the benchmark is made of: cases, environments, workers, timing, memory, targets and the report."""
+"""The parts of the benchmark: cases, environments, workers, timing, memory, targets and the report."""

@@ -1,5 +1,8 @@
-"""The problems that are timed. All but the hyper-representation are float64, so that contestants can be held to the
-same hypergradient."""
+"""The problems that are timed.
+
+All except the hyper-representation are in float64, so that the hypergradients of all contestants can be compared
+tightly.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ EPISODES, WAYS, SHOTS, QUERIES = 16, 5, 1, 15
 
 
 def ridge(steps: int) -> Case:
-    """Appendix C of the paper: 30 training points, 30 features of which 5 carry signal, and a log L2 coefficient for
-    each feature."""
+    """Appendix C of the paper: 30 training points, 30 features of which 5 are informative, and the logarithm of an L2
+    coefficient for each feature."""
     rng = np.random.default_rng(0)
     truth = np.zeros(30)
     truth[:5] = rng.normal(size=5)
@@ -28,8 +31,8 @@ def ridge(steps: int) -> Case:
 
 
 def network(steps: int, *, per_weight: bool = True) -> Case:
-    """A 100 → 64 → 10 tanh network on a batch of 128, with a log L2 coefficient for each weight, or for each of the two
-    layers."""
+    """A 100 → 64 → 10 tanh network on a batch of 128. λ has the logarithm of an L2 coefficient for each weight, or for
+    each of the two layers."""
     rng = np.random.default_rng(1)
     shapes = [(64, 100), (64,), (10, 64), (10,)]
     start = [rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) > 1 else np.zeros(shape) for shape in shapes]
@@ -45,7 +48,7 @@ def shared_ridge(groups: int, steps: int) -> Case:
     """A ridge problem whose w always has 4096 numbers, penalised by 1, 8, 64 or 512 coefficients that broadcast over
     it.
 
-    Only the size of λ changes from one case to the next, which is what its cost should be held against.
+    Only the size of λ differs between these cases, so they show how the time depends on it.
     """
     shape = {1: (1, 1, 1), 8: (8, 1, 1), 64: (8, 8, 1), 512: (8, 1, 64)}[groups]
     rng = np.random.default_rng(2)
@@ -64,7 +67,7 @@ def shared_ridge(groups: int, steps: int) -> Case:
 
 
 def dataset() -> str:
-    """Omniglot where it is at hand, the package's own glyphs where it is not."""
+    """Omniglot if it can be loaded from BILEVEL_DATA, and otherwise the package's own glyphs."""
     from bilevel.data import load
 
     if os.environ.get("BILEVEL_DATA"):
@@ -72,7 +75,7 @@ def dataset() -> str:
             load("omniglot")
             return "omniglot"
         except Exception as reason:
-            print(f"Without Omniglot: {reason}")
+            print(f"Omniglot cannot be loaded, glyphs are used instead: {reason}")
     return "glyphs"
 
 
@@ -86,8 +89,10 @@ def hyper(
     threads: int = 1,
     name: str = "hyper",
 ) -> Case:
-    """The paper's hyper-representation: a network learned over a meta-batch of episodes, in float32 as one trains it.
-    The step is short, so that rounding does not grow over the steps."""
+    """The paper's hyper-representation: a network learned over a meta-batch of episodes.
+
+    It is in float32, as in a training. The step size is small, so that rounding errors do not grow over the steps.
+    """
     from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 
     train, val = _pictures(network, episodes, ways, shots)
@@ -98,14 +103,14 @@ def hyper(
 
 
 def _pictures(network: str, episodes: int, ways: int, shots: int) -> list[list[np.ndarray]]:
-    """Support and query sets, images and labels each."""
+    """The support sets and the query sets of the episodes, each as [images, labels]."""
     import bilevel as bl
     from bilevel.data import load
 
     if network == "omniglot-net":
         drawn = bl.Episodes(load(dataset()), "train", ways, shots, QUERIES, rotations=True).batch(range(episodes))
         return [[x.numpy() for x in part] for part in (drawn.train, drawn.val)]
-    # What a photograph shows does not change the time.
+    # The content of a photograph does not change the time, so these are random numbers.
     rng = np.random.default_rng(3)
     shapes = {each: (episodes, ways * each, 3, 84, 84) for each in (shots, QUERIES)}
     labels = {each: np.tile(np.repeat(np.arange(ways), each), (episodes, 1)) for each in shapes}

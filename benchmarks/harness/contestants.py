@@ -1,4 +1,4 @@
-"""The contestants: every file of `contestants/` is one, and each runs in a process of its own."""
+"""The contestants. Every file of `contestants/` is one contestant, and each runs in its own process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Contestant:
-    """What a contestant's file says about itself.
+    """The constants of a contestant's file.
 
-    `group` decides which targets it enters: "bilevel", "torch peer", "by hand", "jax" or "floor" (what a hypergradient
-    is held against); `kinds` are the problems it takes part in; with `slow_start` (compilation takes a minute) it is
-    left out of quick runs.
+    Attributes:
+        group: "bilevel", "torch peer", "by hand", "jax" or "floor". It decides in which targets the contestant is used.
+            A floor computes a lower limit of the time, not a hypergradient.
+        kinds: the kinds of problems on which the contestant is timed.
+        slow_start: compilation takes about a minute, so quick runs leave the contestant out.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Contestant:
 
     @staticmethod
     def read(path: Path) -> Contestant:
-        """Read the constants without importing the file: it imports what only its own environment has."""
+        """Read the constants without importing the file, because its imports exist only in its own environment."""
         constants: dict[str, Any] = {}
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
@@ -53,16 +55,16 @@ def find() -> list[Contestant]:
 
 
 class WorkerError(Exception):
-    """A contestant failed; holds what it printed."""
+    """A contestant failed. The message includes what it printed."""
 
 
 class Worker:
-    """The process of one contestant, asked one thing at a time."""
+    """The process of one contestant. It answers one request at a time."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         python = python_of(contestant.environment, contestant.requirements)
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the process
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process runs
         self._process = subprocess.Popen(
             [str(python), str(BENCHMARKS / "worker.py"), str(contestant.path)],
             stdin=subprocess.PIPE,
@@ -74,7 +76,7 @@ class Worker:
         self.versions: dict[str, str] = {}
 
     def wait_until_ready(self) -> None:
-        """Until the contestant has imported what it needs; workers that were started together do that side by side."""
+        """Wait until the contestant has done its imports. Workers that were started together import in parallel."""
         packages = [re.split(r"[=<>~!]", requirement)[0] for requirement in self.contestant.requirements]
         self.versions = self.ask(do="hello", packages=packages)["versions"]
 
@@ -97,7 +99,7 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Let the process end by itself, as it does when nothing more can come; stop it if it does not."""
+        """Close the input of the process, which makes it end. Kill it if it has not ended after ten seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:

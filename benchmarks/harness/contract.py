@@ -1,4 +1,5 @@
-"""What the runner and the contestants agree on. It imports numpy only, because every peer's environment loads it."""
+"""The types that the runner and the contestants share. This module imports numpy only, because every peer's
+environment loads it."""
 
 from __future__ import annotations
 
@@ -9,18 +10,25 @@ from typing import Any
 
 import numpy as np
 
-# Computes the hypergradient once, from scratch, and returns it leaf by leaf; this call is what is timed.
+# Computes the hypergradient once, from scratch, and returns its leaves. This call is timed.
 Run = Callable[[], Sequence[Any]]
 
 
 class Unavailable(Exception):
-    """A contestant raises it from `prepare` to say that it does not take part in this case, and why."""
+    """Raised by `prepare` if the contestant cannot be timed on this case. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One bilevel problem with all its numbers: `kind` names the objectives, `steps` is T, `lr` the constant step of
-    gradient descent, `network` the representation where there is one, `threads` how many a contestant may use."""
+    """One bilevel problem with all its numbers.
+
+    Attributes:
+        kind: the name of the objectives.
+        lr: the constant step size of gradient descent.
+        steps: T.
+        network: the name of the representation, if the problem has one.
+        threads: the number of threads that a contestant may use.
+    """
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""A virtual environment per peer: their requirements exclude each other's, and the package depends on none of them."""
+"""One virtual environment per peer. The requirements of the peers conflict, and the package depends on no peer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FOLDER = ROOT / ".bench"
 
 
 class NotInstalled(Exception):
-    """The environment could not be made; says why in a few words."""
+    """The environment could not be made. The message is the reason."""
 
 
 def python_of(environment: str | None, requirements: Sequence[str]) -> Path:
-    """The interpreter of an environment, made on first use; of the running one where no environment is named.
+    """The interpreter of an environment, which is made on first use. If `environment` is None, the running interpreter.
 
-    `constraints.txt` pins the CPU build of torch: without it each torch peer would fetch several gigabytes of CUDA
-    packages.
+    `constraints.txt` pins the CPU build of torch. Without it pip would download several gigabytes of CUDA packages for
+    each torch peer.
     """
     if environment is None:
         return Path(sys.executable)

@@ -1,4 +1,4 @@
-"""The stored figures of one section: everything that is shown is computed from these."""
+"""The stored figures of one section. All tables and pictures are computed from these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What a section's `measure` returned, in this run or in an earlier one, with where and when."""
+    """What a section's `measure` returned, in this run or in an earlier one, with the machine and the date."""
 
     stored: dict[str, Any]
 
@@ -21,7 +21,7 @@ class Figures:
         return self.stored[key]
 
     def rows(self, kind: type[Row], key: str) -> list[Row]:
-        """A list of dataclasses, each stored as a dict; what the class does not know of is left out."""
+        """A list of dataclasses, each stored as a dict. Keys that are no fields of the class are ignored."""
         known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
         return [kind(**{k: v for k, v in row.items() if k in known}) for row in self.stored.get(key, [])]
 
@@ -29,7 +29,7 @@ class Figures:
         return self.rows(Timing, key)
 
     def by_case(self, key: str = "timings") -> dict[str, list[Timing]]:
-        """The timings, case by case."""
+        """The timings by case."""
         found: dict[str, list[Timing]] = {}
         for timing in self.timings(key):
             found.setdefault(timing.case, []).append(timing)
@@ -41,7 +41,7 @@ class Figures:
 
     @property
     def origin(self) -> str:
-        """Where and when it was measured."""
+        """The date, the machine and the commit of the measurement."""
         m = self["machine"]
         kind = "quick run, figures are rough" if self["quick"] else "full run"
         place = f"{m['cpu']}, {m['cores']} cores, Python {m['python']}, torch {m['torch']}"
@@ -49,15 +49,15 @@ class Figures:
 
 
 def fastest(timings: list[Timing], belongs: Callable[[Timing], bool]) -> Timing | None:
-    """The fastest of those that took part."""
+    """The fastest contestant that was timed and for which `belongs` is true."""
     return min((t for t in timings if t.rounds and belongs(t)), key=lambda t: t.minimum, default=None)
 
 
 def baseline(timings: list[Timing]) -> Timing | None:
-    """What ratios are taken against: the fastest torch peer, or the loop by hand where no peer could be installed."""
+    """The denominator of ratios: the fastest torch peer, or the loop by hand if no peer could be installed."""
     return fastest(timings, lambda t: t.group == "torch peer") or fastest(timings, lambda t: t.group == "by hand")
 
 
 def size_of(timing: Timing) -> int:
-    """What is varied in a scaling case, from the end of its name: T, the size of λ, the number of episodes."""
+    """The number at the end of the name of a scaling case: T, the size of λ or the number of episodes."""
     return int(timing.case.rsplit("-", 1)[1].lstrip("T"))

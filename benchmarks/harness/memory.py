@@ -1,4 +1,4 @@
-"""How much memory a call needs, as the operating system sees it. For probes: each figure wants a fresh process."""
+"""How much resident memory a call needs. Call this in a fresh process for every figure (`harness.probe`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Result = TypeVar("Result")
 
 
 def growth(warm_up: Callable[[], object], run: Callable[[], Result]) -> tuple[int, float, Result]:
-    """The peak of the resident memory during `run` above what is resident after `warm_up`, in bytes; the
-    processor's seconds for `run`, and its result.
+    """The growth of the resident memory during `run` in bytes, the processor time of `run` in seconds, and its result.
 
-    The warm-up should do everything that `run` does, in small, so that the interpreter, torch, the data and a single
-    step's workspace do not count.
+    The growth is the peak during `run` minus what is resident after `warm_up`. The warm-up should do everything that
+    `run` does, on a smaller scale. Then the interpreter, torch, the data and the workspace of a single step are not
+    counted.
     """
     warm_up()
     gc.collect()
     before = _resident("VmRSS")
-    _forget_peak()
+    _reset_peak()
     began = time.process_time()
     result = run()
     seconds = time.process_time() - began
@@ -31,7 +31,7 @@ def growth(warm_up: Callable[[], object], run: Callable[[], Result]) -> tuple[in
 
 
 def _resident(field: str) -> int:
-    """VmRSS (now) or VmHWM (its peak) in bytes; where there is no /proc, the peak since the process began for both."""
+    """VmRSS (now) or VmHWM (its peak) in bytes. Without /proc, both are the peak since the process began."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field):
@@ -42,8 +42,8 @@ def _resident(field: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _forget_peak() -> None:
-    """Let the kernel's peak start again from the present, so that importing torch is not in it."""
+def _reset_peak() -> None:
+    """Reset the kernel's peak to the present value, so that the import of torch is not included."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

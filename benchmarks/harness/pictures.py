@@ -1,4 +1,4 @@
-"""The pictures that several sections draw, and what all of them look like."""
+"""The pictures that several sections draw, and the style of all pictures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHER_LINE = ("#7a7a7a", "o")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with the name of its file and what it shows."""
+    """A figure with its file name and its caption."""
 
     name: str
     caption: str
@@ -45,7 +45,7 @@ class Picture:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """What every picture is drawn with."""
+    """The matplotlib settings of all pictures."""
     with plt.rc_context(
         {
             "font.size": 9,
@@ -59,7 +59,7 @@ def style() -> Iterator[None]:
 
 
 def ratio_bars(name: str, by_case: dict[str, list[Timing]]) -> Iterator[Picture]:
-    """Everyone against the fastest torch peer, a panel for each case."""
+    """The time of each contestant relative to the fastest torch peer, with one panel per case."""
     cases = {case: timings for case, timings in by_case.items() if baseline(timings)}
     if not cases:
         return
@@ -99,7 +99,7 @@ def ratio_bars(name: str, by_case: dict[str, list[Timing]]) -> Iterator[Picture]
 
 
 def lines(axis: Axes, timings: list[Timing], label: str, title: str) -> None:
-    """Best times against size, shaded up to the medians; logarithmic."""
+    """Best times against size on logarithmic axes, shaded up to the medians."""
     for name in dict.fromkeys(t.label for t in timings if t.rounds):
         colour, marker = LINES.get(name, OTHER_LINE)
         mine = sorted((t for t in timings if t.label == name and t.rounds), key=size_of)

@@ -1,4 +1,4 @@
-"""The workers of a run."""
+"""The worker processes of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tick = Callable[[str, float], None]
 
 
 class Pool:
-    """The workers, started when first asked for; a peer that cannot be had is remembered with the reason."""
+    """The workers, each started when it is first needed. `absent` has the contestants that cannot run, and why."""
 
     def __init__(self, contestants: list[Contestant], quick: bool) -> None:
         self.contestants = contestants
@@ -21,7 +21,7 @@ class Pool:
         self.absent: dict[str, str] = {c.name: "in full runs only" for c in contestants if quick and c.slow_start}
 
     def of(self, cases: Sequence[Case], names: Container[str] | None, tick: Tick) -> list[Worker]:
-        """The workers of those who enter at least one of the cases, of the named ones only where names are given."""
+        """The workers of the contestants that enter at least one of the cases; if names are given, of these only."""
         chosen = [c for c in self._entering(cases) if names is None or c.name in names]
         started = []
         for contestant in chosen:
@@ -34,7 +34,7 @@ class Pool:
         return [self.workers[contestant.name] for contestant in chosen if contestant.name in self.workers]
 
     def missing(self, cases: Sequence[Case], names: Container[str] | None) -> list[Timing]:
-        """A line for every absent contestant that would have entered a case."""
+        """A `Timing` without times for every absent contestant and every case that it would have entered."""
         return [
             Timing(c.name, c.label, c.group, case.name, case.steps, unavailable=self.absent[c.name])
             for case in cases
@@ -60,7 +60,7 @@ class Pool:
             if contestant.name in self.workers:
                 self.workers[contestant.name].wait_until_ready()
         except WorkerError as error:
-            # A peer that is broken on this machine is its own affair; a broken contestant of ours is not.
+            # A peer that fails on this machine is reported. A contestant of the package that fails ends the run.
             if contestant.environment is None:
                 raise
             self.workers.pop(contestant.name).close()

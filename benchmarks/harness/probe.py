@@ -1,4 +1,4 @@
-"""Figures that only a fresh process can give: memory, start-up, several ranks."""
+"""Measurements that need a fresh process: memory, start-up, several ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from harness.environments import single_threaded
 
 
 def ask(section: str, *words: str | int, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Run the file of a section as a program with these words and read the JSON object that its last line is.
+    """Run the file of a section as a program with these arguments, and return the JSON object of its last line.
 
     Args:
-        launcher: what starts it, for example `("-m", "torch.distributed.run", …)`; python itself if empty.
+        launcher: arguments of python that start the program, for example `("-m", "torch.distributed.run", …)`.
     """
     command = [sys.executable, *launcher, "-m", f"sections.{section}", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, env=single_threaded(), cwd=BENCHMARKS)

@@ -21,11 +21,12 @@ def show(results: Results, sections: dict[str, Section], console: Console) -> No
 
 
 def write(results: Results, sections: dict[str, Section]) -> None:
-    """RESULTS.md: the targets, then every section with what it means, where and when it was measured."""
+    """Write RESULTS.md: the targets, then every section with its explanation, its machine and its date."""
     body = [
         "# Benchmark results",
-        "Made by `python benchmarks/run.py`. One thread each; contestants take turns, round by round; all return the "
-        "same hypergradient (relative 1e-6; the hyper-representation is in float32, where ReLUs leave 2e-2).",
+        "Written by `python benchmarks/run.py`. Each contestant has one thread, and they take turns, round by round. "
+        "All return the same hypergradient: the relative difference is at most 1e-6. For the hyper-representation it "
+        "is at most 2e-2, because it is in float32, where rounding changes the sign of some inputs of ReLUs.",
         _targets(results, sections).in_markdown(level=2),
     ]
     for name, section in sections.items():

@@ -1,5 +1,4 @@
-"""The figures as they are stored: everything that is shown is computed from these, so a report can be made again at any
-time."""
+"""The stored figures. All tables and pictures are computed from these, so a report can be written again at any time."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from harness.figures import Figures
 
 
 class Results:
-    """The measured sections, those of earlier runs into the same folder included."""
+    """The measured sections, including those of earlier runs with the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,12 +32,12 @@ class Results:
         self.path.write_text(json.dumps({"sections": self.sections}, indent=1) + "\n")
 
     def figures(self, name: str) -> Figures:
-        """Those of one section."""
+        """The figures of one section."""
         return Figures(self.sections[name])
 
 
 def machine() -> dict[str, Any]:
-    """Where and when a section was measured."""
+    """The machine, the versions, the commit, the load and the date of a measurement."""
     import torch
 
     return {
@@ -54,7 +53,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The version of the package that was measured, with a plus where its files differ from the commit."""
+    """The commit of the package that was measured, followed by a plus if the files differ from that commit."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT).stdout.strip()

@@ -1,4 +1,4 @@
-"""Finding the sections, and what they are given to measure with."""
+"""The sections of `sections/`, and the object with which they measure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Bench:
-    """What a section measures with.
+    """The argument of a section's `measure`.
 
     Args:
-        quick: rough figures in seconds instead of good ones in minutes.
-        folder: where files for workers and probes can be put.
-        tick: told what was done and by how much, for the progress bar; the amounts of a section add up to 1.
+        quick: measure rough figures in seconds instead of good figures in minutes.
+        folder: a folder for the files of workers and probes.
+        tick: called with what was done and its share of the section, for the progress bar. The shares add up to 1.
     """
 
     pool: Pool
@@ -38,17 +38,17 @@ class Bench:
     tick: Tick
 
     def pick(self, *, quick: T, full: T) -> T:
-        """One of two efforts."""
+        """The first value in a quick run, the second in a full run."""
         return quick if self.quick else full
 
     def share(self, part: float) -> Bench:
-        """The same for a part of the section: its progress counts by so much."""
+        """The same object for a part of the section. Its progress is multiplied by `part`."""
         return replace(self, tick=lambda what, amount: self.tick(what, amount * part))
 
     def timed(
         self, cases: Sequence[Case], contestants: Iterable[str] | None = None, most_rounds: int = 25
     ) -> list[dict[str, Any]]:
-        """The times of everyone who enters the cases, or of the named contestants, taken by turns."""
+        """The times of all contestants that enter the cases, or of the named ones only. They take turns."""
         names = None if contestants is None else set(contestants)
         workers = self.pool.of(cases, names, self.tick)
         rounds, budget = self.pick(quick=(5, 0.03), full=(25, 0.1))

@@ -1,4 +1,4 @@
-"""Tables: once for the terminal, once as Markdown."""
+"""Tables, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.timing import Ratio, Timing
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a heading; the first column is left-aligned, the others right."""
+    """Rows of text under a heading. The first column is left-aligned, the others are right-aligned."""
 
     title: str
     columns: list[str]
@@ -37,7 +37,7 @@ class Table:
 
 
 def target_table(targets: Iterable[Target]) -> Table:
-    """All claims, and under them the notes of those whose limit is beyond this machine."""
+    """The table of all targets. Under it are the notes of the targets that this machine cannot reach."""
     targets = list(targets)
     rows = [[t.claim, t.case, t.figure, t.wanted, t.reached] for t in targets]
     notes = [f"{t.claim} ({t.case}): {t.limit_note}" for t in targets if t.limit_note]
@@ -45,7 +45,7 @@ def target_table(targets: Iterable[Target]) -> Table:
 
 
 def case_table(case: str, timings: list[Timing]) -> Table:
-    """Everyone's times on one case, the fastest first."""
+    """The times of all contestants on one case, the fastest first."""
     base = baseline(timings)
     rows = []
     for timing in sorted(timings, key=lambda t: t.minimum if t.rounds else float("inf")):
@@ -57,7 +57,8 @@ def case_table(case: str, timings: list[Timing]) -> Table:
             [timing.label, milliseconds(timing.minimum), milliseconds(timing.median), ratio, f"{timing.first:.2f} s"]
         )
     note = (
-        f"Ratio: against {base.label}, median over rounds (10 % to 90 %). First call: preparation and compilation."
+        f"Ratio: time relative to {base.label}, median over rounds (10 % to 90 % quantile). First call: includes "
+        "preparation and compilation."
         if base
         else ""
     )
@@ -71,7 +72,7 @@ def case_table(case: str, timings: list[Timing]) -> Table:
 
 
 def scaling_table(title: str, name: str, timings: list[Timing]) -> Table:
-    """Best times against the size that ends the names of the cases."""
+    """The best times by size. The size is at the end of the name of a case."""
     sizes = sorted({size_of(timing) for timing in timings})
     rows = []
     for label in dict.fromkeys(timing.label for timing in timings):

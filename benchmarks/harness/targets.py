@@ -1,4 +1,4 @@
-"""What the package set out to reach, held against the figures."""
+"""The targets of the package, and whether the figures reach them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from harness.timing import Ratio, Timing
 
 @dataclass(frozen=True)
 class Target:
-    """One claim: `value` should be at most `limit` (at least, with `at_least`). `figure` is the value in words.
+    """One claim: `value` is at most `limit`, or at least `limit` if `at_least` is true.
 
     Args:
-        case: what it is about, a section or one of its cases.
-        low, high: the spread of the value, where it is known.
+        case: the section or the case that the claim is about.
+        value: the measured number. None if it was not measured.
+        figure: the value as text.
+        low, high: the spread of the value, if it is known.
         limit_note: a sentence under the table, for a limit that this machine cannot reach.
     """
 
@@ -37,7 +39,7 @@ class Target:
 
     @property
     def reached(self) -> str:
-        """Yes or no; a no whose spread over the rounds reaches across the limit is said to be within the noise."""
+        """Yes or no. A no is "within noise" if the limit lies within the spread over the rounds."""
         if self.value is None:
             return "not measured"
         if self.value >= self.limit if self.at_least else self.value <= self.limit:
@@ -56,7 +58,7 @@ def ratio(
     at_least: bool = False,
     limit_note: str = "",
 ) -> Target:
-    """How many times longer one takes than the other."""
+    """A target for the ratio of two contestants' times, `one` over `other`."""
     if one is None or other is None or not one.rounds or not other.rounds:
         absent = next((t.unavailable for t in (one, other) if t is not None and t.unavailable), "not measured")
         return Target(claim, case, None, limit, absent, at_least, limit_note=limit_note)
@@ -66,7 +68,10 @@ def ratio(
 
 
 def exponent(claim: str, case: str, points: Sequence[tuple[int, float]], limit: float) -> Target:
-    """The s of time ∝ size^s, from the smallest size to the largest or over the last interval, whichever is larger."""
+    """A target for the exponent s in time ∝ size^s.
+
+    s is computed from the smallest size to the largest and over the last interval. The larger of the two counts.
+    """
     if len(points) < 2:
         return Target(claim, case, None, limit, "not measured")
     sizes, seconds = np.log(np.array(sorted(points))).T

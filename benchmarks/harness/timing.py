@@ -1,4 +1,4 @@
-"""Timing by turns: in every round each contestant runs once, in another order, so that a busy machine slows all of them
+"""Timing in turns: each contestant has one turn in every round, in a new order, so that a busy machine slows all
 alike."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from harness.contestants import Worker, WorkerError
 from harness.contract import Case
 
 TOLERANCE = 1e-6
-# For float32, where a sign of a ReLU may already turn on rounding.
-ROUGH = 2e-2
+# For float32, where rounding can change the sign of an input of a ReLU.
+FLOAT32_TOLERANCE = 2e-2
 
 
 class Disagreement(Exception):
@@ -25,7 +25,7 @@ class Disagreement(Exception):
 
 @dataclass
 class Timing:
-    """The times of one contestant on one case: `rounds` has the seconds of every single call."""
+    """The times of one contestant on one case. `rounds` has the seconds of every single call, by round."""
 
     contestant: str
     label: str
@@ -53,8 +53,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer one takes than another: the median over rounds, and the range of the middle four fifths of
-    them."""
+    """The ratio of two contestants' times: its median over rounds, and its 10 % and 90 % quantiles."""
 
     value: float
     low: float
@@ -81,9 +80,9 @@ def measure(
     """Time every worker on every case that it enters.
 
     Args:
-        folder: where the cases are written for the workers to load.
-        budget: seconds for one contestant's turn in a round; a short run is repeated within its turn, at most 20 times.
-        tick: told what was done and by how much, for the progress bar; the amounts add up to 1.
+        folder: where the cases are written, so that the workers can load them.
+        budget: seconds for one contestant's turn in a round. A short run is repeated within its turn, at most 20 times.
+        tick: called with what was done and its share of the whole, for the progress bar. The shares add up to 1.
     """
     pairs = [(worker, case) for case in cases for worker in workers if worker.contestant.enters(case)]
     share = 1 / (len(pairs) * (rounds + 1)) if pairs else 1.0
@@ -108,14 +107,14 @@ def measure(
             timing.gradient = np.array(reply["gradient"])
             tick(f"{timing.case}: {timing.label}", share)
     for case in cases:
-        # A floor computes something else than a hypergradient.
+        # A floor does not compute a hypergradient.
         same = [t for t in timings if t.case == case.name and t.rounds and t.group != "floor"]
-        check_agreement(same, TOLERANCE if case.lam[0].dtype == np.float64 else ROUGH)
+        check_agreement(same, TOLERANCE if case.lam[0].dtype == np.float64 else FLOAT32_TOLERANCE)
     return timings
 
 
 def _load(worker: Worker, path: str) -> dict[str, Any]:
-    """A peer that fails on this machine drops out of the case; a contestant of ours that fails ends the run."""
+    """Load a case. A peer that fails is reported as unavailable; a failing contestant of the package ends the run."""
     try:
         return worker.ask(do="load", case=path)
     except WorkerError as error:
@@ -125,19 +124,19 @@ def _load(worker: Worker, path: str) -> dict[str, Any]:
 
 
 def check_agreement(timings: Sequence[Timing], allowed: float = TOLERANCE) -> None:
-    """Hold every hypergradient against the first one's."""
+    """Compare every hypergradient with the first, and raise `Disagreement` if they differ."""
     for timing in timings[1:]:
         reference = timings[0]
         error = distance(timing.gradient, reference.gradient)
         if not error <= allowed:
             raise Disagreement(
-                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: {error:.2g} "
-                f"apart (relative), allowed {allowed:g}."
+                f"{timing.label} and {reference.label} return different hypergradients on {timing.case}: the "
+                f"relative difference is {error:.2g}, allowed is {allowed:g}."
             )
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Relative difference; infinite where the shapes differ or nothing was computed."""
+    """The relative difference. It is infinite if the shapes differ or an array is empty."""
     if one.shape != other.shape or not one.size:
         return float("inf")
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))

@@ -1,2 +1,2 @@
-"""The benchmark's objectives, written once per array library so that every contestant differentiates the same
-numbers."""
+"""The objectives of the benchmark, written once per array library. All contestants differentiate the same functions of
+the same data."""

@@ -1,5 +1,7 @@
-"""learn2learn's algorithm written out, because the package does not build: a copy of all parameters that is replaced by
-p − lr·g, step by step, with the graph kept."""
+"""learn2learn's algorithm, implemented here because the package cannot be built.
+
+In every step, each parameter p of a copy is replaced by p − lr·g. The graph of all steps is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear head adapted by torchopt's functional optimiser."""
+"""The adaptation of a linear head by torchopt's functional optimiser."""
 
 from __future__ import annotations
 

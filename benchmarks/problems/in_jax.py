@@ -1,4 +1,4 @@
-"""The objectives in jax, as pure functions of (w, λ, batch); the same numbers as `in_torch`."""
+"""The objectives in jax, as pure functions of (w, λ, batch). They return the same numbers as those of `in_torch`."""
 
 from __future__ import annotations
 

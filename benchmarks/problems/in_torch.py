@@ -41,7 +41,7 @@ OBJECTIVES: dict[str, tuple[Objective, Objective]] = {
 
 @dataclass(frozen=True)
 class TorchCase:
-    """A case as torch tensors; λ requires grad."""
+    """A case as torch tensors, where λ requires grad."""
 
     inner: Objective
     outer: Objective

@@ -1,4 +1,4 @@
-"""MAML as a user of torch writes it: all weights of a plain module and a linear head take T steps on every episode."""
+"""MAML in plain torch: all weights of a module and of a linear head take T steps on every episode."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from harness.contract import Case, Run
 from problems.representation import representation, summed
 
-# Takes support images, their labels, query images and their labels; returns E after T steps.
+# A function of support images, their labels, query images and their labels, which returns E after T steps.
 AdaptAll = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-# Makes an `AdaptAll` of a model, the step size and the number of steps.
+# A function of a model, the step size and the number of steps, which returns an `AdaptAll`.
 Adaptation = Callable[[nn.Module, float, int], AdaptAll]
 
 
@@ -23,7 +23,8 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 def with_all_weights(
     adaptation: Adaptation, layout: torch.memory_format = torch.contiguous_format
 ) -> Callable[[Case], Run]:
-    """The `prepare` of a contestant: the gradient of the mean E in the network's start; the head starts at zero."""
+    """The `prepare` of a contestant that computes the gradient of the mean E with respect to the network's initial
+    weights. The head starts at zero."""
 
     def prepare(case: Case) -> Run:
         p = representation(case, layout)

@@ -1,4 +1,4 @@
-"""The hyper-representation as a user of torch writes it: a plain module, one episode after the other."""
+"""The hyper-representation in plain torch: an ordinary module, one episode after the other."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from harness.contract import Case, Run
 
-# Takes the features of a support set, its labels, those of the query set, its labels; returns E after T steps.
+# A function of support features, their labels, query features and their labels, which returns E after T steps.
 Adapt = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def plain_module(case: Case) -> nn.Module:
-    """Four convolutions with batch norm by the statistics of the batch; a bias and no learned scale. The Omniglot
-    network has strides, the other one max-pooling."""
+    """Four convolutions with batch norm, which uses the statistics of the batch and learns a bias but no scale.
+
+    The Omniglot network has strides, the other network has max-pooling.
+    """
     stride = 2 if case.network == "omniglot-net" else 1
     weights = [torch.from_numpy(x) for x in case.lam]
     layers: list[nn.Module] = []
@@ -59,7 +61,7 @@ def representation(case: Case, layout: torch.memory_format = torch.contiguous_fo
 
 
 def summed(parts: Iterator[Sequence[Tensor]]) -> list[Tensor]:
-    """The sum over episodes, in place."""
+    """The sum of the gradients over episodes."""
     total = [part.clone() for part in next(parts)]
     for part in parts:
         for one, other in zip(total, part, strict=True):
@@ -70,7 +72,8 @@ def summed(parts: Iterator[Sequence[Tensor]]) -> list[Tensor]:
 def with_adaptation(
     adapt: Callable[[Representation], Adapt], layout: torch.memory_format = torch.contiguous_format
 ) -> Callable[[Case], Run]:
-    """The `prepare` of a contestant that computes features once per episode and adapts a head differentiably."""
+    """The `prepare` of a contestant that computes features once per episode and differentiates the adaptation of a
+    head."""
 
     def prepare(case: Case) -> Run:
         p = representation(case, layout)

@@ -1,4 +1,4 @@
-"""A meta-batch for the package's learners; the hyper-representation unless another one is named."""
+"""A case as one of the package's learners, `HyperRepresentation` by default, and a meta-batch."""
 
 from __future__ import annotations
 

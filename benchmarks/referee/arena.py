@@ -1,8 +1,9 @@
-"""One solver on one problem of benchmark_bilevel, timed until it reaches a target.
+"""Time solvers on one problem of benchmark_bilevel, each until it reaches a target.
 
-As a program: `python -m referee.arena CHECKOUT PROBLEM SEED SECONDS TARGET SOLVER …` prints a JSON object for
-each. Ours and theirs go through the interface of benchopt: `set_objective` (compilation, not timed),
-`run(callback)`, `get_result`. The clock stops while the callback evaluates, as in benchopt.
+As a program: `python -m referee.arena CHECKOUT PROBLEM SEED SECONDS TARGET SOLVER …` prints a JSON object for each
+solver. Our solvers and those of benchmark_bilevel have the same interface, that of benchopt: `set_objective`
+(compilation, not timed), `run(callback)` and `get_result`. The evaluations in the callback are not timed, as in
+benchopt.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-# How the files of our solvers begin.
+# The prefix of the file names of our solvers.
 OURS = "bilevel_"
-# Seconds besides those of the solver: for compilation, checks and evaluations.
-PATIENCE = 25.0
+# Seconds that a solver may take in addition to its own, for compilation, checks and evaluations.
+EXTRA_SECONDS = 25.0
 
 
 @dataclass(frozen=True)
-class Contest:
+class ProblemSettings:
     """A problem of benchmark_bilevel.
 
     Attributes:
         dataset: the file of its data set.
-        settings: those that differ from the data set's defaults.
-        configs: files with the best settings of its solvers; later ones count.
-        frequency: how many iterations of a solver pass between two calls of the callback.
+        settings: the settings of the data set that differ from its defaults.
+        configs: files with the best settings of its solvers. Later files override earlier ones.
+        frequency: the setting for the number of iterations between two calls of the callback.
     """
 
     dataset: str
@@ -46,9 +47,9 @@ class Contest:
 
 
 PROBLEMS = {
-    "quadratics": Contest("simulated", {}, ("quadratics_021424_best_params",), {"eval_freq": 16}),
-    "logistic": Contest("ijcnn1", {}, ("ijcnn1_best_params", "ijcnn1_021424_best_params"), {"eval_freq": 512}),
-    "cleaning": Contest("mnist", {"ratio": 0.5}, ("datacleaning0_5_best_params",), {"eval_freq": 64}),
+    "quadratics": ProblemSettings("simulated", {}, ("quadratics_021424_best_params",), {"eval_freq": 16}),
+    "logistic": ProblemSettings("ijcnn1", {}, ("ijcnn1_best_params", "ijcnn1_021424_best_params"), {"eval_freq": 512}),
+    "cleaning": ProblemSettings("mnist", {"ratio": 0.5}, ("datacleaning0_5_best_params",), {"eval_freq": 64}),
 }
 
 
@@ -62,13 +63,13 @@ def module(path: Path, name: str) -> ModuleType:
 
 
 def solver_file(checkout: Path, name: str) -> Path:
-    """Ours if `referee/solvers` has it, and otherwise the file of the checkout."""
+    """The file in `referee/solvers` if there is one, and otherwise the file of the checkout."""
     ours = HERE / "solvers" / f"{name}.py"
     return ours if ours.exists() else checkout / "solvers" / f"{name}.py"
 
 
 def objective(checkout: Path, problem: str, seed: int) -> Any:
-    """The objective of benchmark_bilevel with the data of the problem."""
+    """The `Objective` of benchmark_bilevel with the data of the problem. It evaluates results."""
     for path in (HERE.parent, HERE / "data", checkout):
         sys.path.insert(0, str(path))
     os.environ["REFEREE_SEED"] = str(seed)
@@ -76,15 +77,15 @@ def objective(checkout: Path, problem: str, seed: int) -> Any:
     if "random_state" in kind.parameters:
         settings = {"random_state": 2442 + seed}
     if problem == "cleaning":
-        _link_mnist()
+        _write_mnist()
     data = kind.get_instance(**PROBLEMS[problem].settings, **settings).get_data()
-    judge = module(checkout / "objective.py", "objective").Objective.get_instance(random_state=2442 + seed)
-    judge.set_data(**data)
-    return judge
+    evaluator = module(checkout / "objective.py", "objective").Objective.get_instance(random_state=2442 + seed)
+    evaluator.set_data(**data)
+    return evaluator
 
 
-def _link_mnist() -> None:
-    """Write the file that the data set reads instead of a download, from the files in BILEVEL_DATA."""
+def _write_mnist() -> None:
+    """Write the file that the data set would download, from the files in BILEVEL_DATA."""
     import numpy as np
 
     if Path("mnist.pkl").exists():
@@ -100,16 +101,16 @@ def _link_mnist() -> None:
     Path("mnist.pkl").write_bytes(pickle.dumps(content))
 
 
-class Clock:
-    """The callback: the processor time of the solver alone, and what the judge says at each call.
+class TimedCallback:
+    """The callback of a solver. It measures the processor time of the solver alone and evaluates its results.
 
     Attributes:
-        values: seconds, iterations and the metric, wherever the metric is better than before.
+        values: [seconds, iterations, metric] for every evaluation at which the metric improved.
         losses: the same for the outer objective.
     """
 
-    def __init__(self, judge: Any, solver: Any, seconds: float, target: float) -> None:
-        self.judge, self.solver, self.seconds, self.target = judge, solver, seconds, target
+    def __init__(self, evaluator: Any, solver: Any, seconds: float, target: float) -> None:
+        self.evaluator, self.solver, self.seconds, self.target = evaluator, solver, seconds, target
         self.frequency = getattr(solver, "eval_freq", 1)
         self.values: list[list[float]] = []
         self.losses: list[list[float]] = []
@@ -123,9 +124,9 @@ class Clock:
         self.spent += time.process_time() - self.began
         if self.calls == 1:
             self.first = self.spent
-        result = result or {"inner_var": self.judge.inner_var0, "outer_var": self.judge.outer_var0}
-        value = float(self.judge.evaluate_result(**result)["value"])
-        loss = float(self.judge.f_outer(**result, start=0, batch_size=self.judge.n_samples_outer))
+        result = result or {"inner_var": self.evaluator.inner_var0, "outer_var": self.evaluator.outer_var0}
+        value = float(self.evaluator.evaluate_result(**result)["value"])
+        loss = float(self.evaluator.f_outer(**result, start=0, batch_size=self.evaluator.n_samples_outer))
         for best, found in ((self.values, value), (self.losses, loss)):
             rounded = float(f"{found:.6g}")
             if not best or rounded < best[-1][2]:
@@ -149,7 +150,7 @@ class Clock:
 
 
 def published(checkout: Path, problem: str) -> dict[str, dict[str, Any]]:
-    """The best settings that benchmark_bilevel publishes for its solvers on this problem, by the file of the solver."""
+    """The best settings that benchmark_bilevel publishes for its solvers on this problem, by the solver's file name."""
     import yaml
 
     found: dict[str, dict[str, Any]] = {}
@@ -157,7 +158,7 @@ def published(checkout: Path, problem: str) -> dict[str, dict[str, Any]]:
         for line in yaml.safe_load((checkout / "config" / f"{config}.yml").read_text())["solver"]:
             name, _, words = line.partition("[")
             pairs = re.findall(r"(\w+)=([\w.+-]+)(?=[,\]])", words)
-            # Settings of versions that had other solvers than JAX's.
+            # These are settings of older versions, which also had solvers without JAX.
             kept = {key: _number(value) for key, value in pairs if key not in ("framework", "init_memory", "eval_freq")}
             found[name.lower()] = {key: value for key, value in kept.items() if key != "random_state"}
     return found
@@ -170,41 +171,41 @@ def _number(text: str) -> Any:
         return text
 
 
-def run(checkout: Path, problem: str, judge: Any, name: str, seed: int, seconds: float, target: float) -> Any:
-    """What one solver reached and when; the reason where it cannot run."""
+def run(checkout: Path, problem: str, evaluator: Any, name: str, seed: int, seconds: float, target: float) -> Any:
+    """The values that one solver reached and their times, or the reason if it cannot run."""
     kind = module(solver_file(checkout, name), "solver").Solver
     settings = published(checkout, problem).get(name.removeprefix(OURS), {})
     given = {**settings, "random_state": 1 + seed, **PROBLEMS[problem].frequency}
     solver = kind.get_instance(**{key: value for key, value in given.items() if key in kind.parameters})
-    clock = Clock(judge, solver, seconds, target)
+    callback = TimedCallback(evaluator, solver, seconds, target)
     found = {"solver": name, "label": kind.name, "published": bool(settings)}
-    skipped, reason = solver.skip(**judge.get_objective())
+    skipped, reason = solver.skip(**evaluator.get_objective())
     if skipped:
         return {**found, "error": reason}
     began = time.process_time()
-    # Some do not call back for minutes. This counts compilation and the judge's evaluations too.
-    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + PATIENCE)
+    # A time limit, because some solvers do not call the callback for minutes. It includes compilation and evaluations.
+    signal.setitimer(signal.ITIMER_PROF, 3 * seconds + EXTRA_SECONDS)
     try:
-        solver.set_objective(**judge.get_objective())
-        clock.began = time.process_time()
-        solver.run(clock)
-    except Exception as error:  # a solver that this problem or version of JAX does not suit
+        solver.set_objective(**evaluator.get_objective())
+        callback.began = time.process_time()
+        solver.run(callback)
+    except Exception as error:  # a solver may fail on this problem or with this version of JAX
         words = str(error).splitlines()
-        # The judge raises a bare ValueError where λ is NaN.
+        # The objective raises a ValueError without a message if λ is NaN.
         found["error"] = f"{type(error).__name__}: {words[0][:200]}" if words else "λ became NaN"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    return {**found, **clock.report(), "whole": round(time.process_time() - began, 2)}
+    return {**found, **callback.report(), "whole": round(time.process_time() - began, 2)}
 
 
-def _give_up(number: int, frame: Any) -> None:
-    raise TimeoutError(f"no answer within 3 times the time given and {PATIENCE:g} s")
+def _time_out(number: int, frame: Any) -> None:
+    raise TimeoutError(f"not finished within 3 times the given time plus {EXTRA_SECONDS:g} s")
 
 
 if __name__ == "__main__":
     place, problem, seed, seconds, target, *names = sys.argv[1:]
-    judge = objective(Path(place), problem, int(seed))
-    signal.signal(signal.SIGPROF, _give_up)
+    evaluator = objective(Path(place), problem, int(seed))
+    signal.signal(signal.SIGPROF, _time_out)
     for name in names:
-        answer = run(Path(place), problem, judge, name, int(seed), float(seconds), float(target))
+        answer = run(Path(place), problem, evaluator, name, int(seed), float(seconds), float(target))
         print(json.dumps(answer), flush=True)

@@ -1,4 +1,4 @@
-"""`solve` behind the interface of benchopt's solvers."""
+"""`bilevel.solve` as a solver of benchopt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from referee.objectives import Bridged, bridged, kind_of
 
 
 class TorchSolver(BaseSolver):
-    """A call of `bilevel.solve`, which calls benchopt's callback. A subclass writes `prepare` and `solve`."""
+    """A solver that calls `bilevel.solve` with benchopt's callback. A subclass implements `prepare` and `solve`."""
 
     stopping_criterion = SufficientProgressCriterion(patience=1000, strategy="callback")
     requirements = ("pip::bilevel",)
     parameters: ClassVar[dict[str, Any]] = {}
-    # The kinds of problems that it is for.
+    # The kinds of problems that the solver can solve.
     kinds: ClassVar[tuple[str, ...]] = ("quadratics", "logistic", "cleaning")
 
     def skip(self, **objective: Any) -> tuple[bool, str | None]:
@@ -35,22 +35,22 @@ class TorchSolver(BaseSolver):
         self.w0, self.lam0 = (torch.from_numpy(np.array(x)) for x in (inner_var0, outer_var0))
         self.inner_var, self.outer_var = self.w0, self.lam0
         self.prepare(bridged(f_inner, f_outer))
-        # The warm-up of the others compiles; this one makes the checks of the problem, which then are remembered. One
-        # iteration is enough.
+        # A warm-up, which is not timed. The referee's solvers compile in theirs. Here the problem is checked, and the
+        # passed checks are cached. One iteration is enough.
         self.frequency = 1
         self.run_once(2)
         self.frequency = getattr(self, "eval_freq", 1)
 
     def prepare(self, ours: Bridged) -> None:
-        """Declare the problem. Anything computed from the data belongs into `solve`, which is timed."""
+        """Declare the problem. This is not timed, so do all computations with the data in `solve`."""
         raise NotImplementedError
 
     def solve(self, show: Callable[[Any], bool]) -> None:
-        """Call `minimise`."""
+        """Call `minimise` with `show`."""
         raise NotImplementedError
 
     def result(self, here: bl.Iteration) -> tuple[Tensor, Tensor]:
-        """w and λ of the referee's problem at a hyperiteration."""
+        """w and λ of a hyperiteration, in the form of the referee's problem."""
         return here.hypergradient.inner, here.lam
 
     def run(self, callback: Callable[[], bool]) -> None:
@@ -72,10 +72,10 @@ class TorchSolver(BaseSolver):
 
 
 class StochasticSolver(TorchSolver):
-    """One of our single-loop algorithms, with the settings of the referee's solver of that name, on the same batches.
+    """One of our single-loop algorithms, with the settings and batches of the referee's solver of the same name.
 
-    Step sizes are step_size / (k + 1)^a for w and step_size / outer_ratio / (k + 1)^b for λ. Where the size of a batch
-    does not divide the number of samples, the nearest size that does is taken.
+    Step sizes are step_size / (k + 1)^a for w and step_size / outer_ratio / (k + 1)^b for λ. If the batch size does not
+    divide the number of samples, the nearest size that does is used.
     """
 
     parameters: ClassVar[dict[str, Any]] = {
@@ -85,7 +85,7 @@ class StochasticSolver(TorchSolver):
         "eval_freq": [16],
         "random_state": [1],
     }
-    # (a, b), as in the referee's solver.
+    # The exponents (a, b), as in the referee's solver.
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.0)
 
     def prepare(self, ours: Bridged) -> None:
@@ -97,7 +97,7 @@ class StochasticSolver(TorchSolver):
         self.task = bl.Task(train, val)
 
     def algorithm(self, **step_sizes: Any) -> bl.Algorithm:
-        """The algorithm with its other settings."""
+        """The algorithm with these step sizes and the solver's other settings."""
         raise NotImplementedError
 
     def solve(self, show: Callable[[Any], bool]) -> None:
@@ -108,7 +108,7 @@ class StochasticSolver(TorchSolver):
 
 
 def minimise(problem: bl.Problem, lam: Tensor, task: bl.Task, show: Callable[[Any], bool], **settings: Any) -> None:
-    """`solve` until the callback ends it."""
+    """Call `bilevel.solve`, which runs until the callback stops it."""
     bl.solve(
         problem, lam, task, iterations=10**7, callbacks=[show], progress=False, raise_on_failure=True, **settings
     )  # fmt: skip

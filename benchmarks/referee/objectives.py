@@ -1,8 +1,8 @@
-"""The objectives of benchmark_bilevel in torch: the same functions of the same arrays, read from the jitted ones.
+"""The objectives of benchmark_bilevel in torch: the same functions of the same arrays, read from the jitted functions.
 
-As a program: `python -m referee.objectives CHECKOUT PROBLEM …` compares values and gradients in double precision, and
-prints a JSON object for each problem. The data set `simulated` keeps its matrices in the working directory in the
-precision that they were made in: compare in a directory of its own.
+As a program: `python -m referee.objectives CHECKOUT PROBLEM …` compares values and gradients in float64, and prints a
+JSON object for each problem. Run it in a separate directory: the data set `simulated` stores its matrices in the
+working directory, in the precision of its first use.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import bilevel as bl
 
 @dataclass(frozen=True)
 class Bridged:
-    """A problem of the referee's.
+    """A problem of the referee in torch.
 
     Attributes:
         kind: "quadratics", "logistic" or "cleaning".
-        inner: `inner(w, lam, data)`, with all data or a part of them.
-        outer: the same for the outer objective.
-        train: the data of the inner objective, tensors with one row for each sample.
-        val: those of the outer objective.
-        l2: the factor of ‖w‖² in the inner objective; for hyper-cleaning.
+        inner: the inner objective `inner(w, lam, data)`, where `data` is all of the data or a minibatch.
+        outer: the outer objective, with the same arguments.
+        train: the data of the inner objective, as tensors with one row for each sample.
+        val: the data of the outer objective.
+        l2: the factor of ‖w‖² in the inner objective, for hyper-cleaning only.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Bridged:
 
 
 def kind_of(f_inner: Any) -> str:
-    """Which of the referee's problems a jitted inner objective belongs to, from its closure."""
+    """The kind of problem to which a jitted inner objective belongs, found from its closure."""
     found = closure(f_inner)
     if "hess_inner" in found:
         return "quadratics"
@@ -61,7 +61,7 @@ def kind_of(f_inner: Any) -> str:
 
 
 def bridged(f_inner: Any, f_outer: Any) -> Bridged:
-    """The torch form of two jitted functions, from the arrays in their closures."""
+    """The objectives of two jitted functions in torch, with the arrays from their closures."""
     kind, train, val = kind_of(f_inner), arrays(f_inner), arrays(f_outer)
     if kind == "quadratics":
         names = ("hess_inner", "hess_outer", "cross", "linear_inner", "linear_outer")
@@ -80,13 +80,13 @@ def bridged(f_inner: Any, f_outer: Any) -> Bridged:
 
 
 def closure(function: Any) -> dict[str, Any]:
-    """What a jitted function reads besides its arguments, by name."""
+    """The closure variables of a jitted function, by name."""
     code, cells = function.__wrapped__.__code__, function.__wrapped__.__closure__
     return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
 
 
 def arrays(function: Any) -> dict[str, Tensor]:
-    """The arrays among these, in the precision of the matrices."""
+    """The arrays in the closure of a jitted function, in the precision of its matrices."""
     kept = {name: np.array(value) for name, value in closure(function).items() if hasattr(value, "shape")}
     floating = next(value.dtype for value in kept.values() if value.ndim > 1)
     return {name: torch.from_numpy(value.astype(floating)) for name, value in kept.items()}
@@ -117,7 +117,7 @@ def weighted(w: Tensor, lam: Tensor, data: Any) -> Tensor:
 
 
 def difference(ours: Bridged, f_inner: Any, f_outer: Any, w0: Any, lam0: Any, seed: int = 0) -> float:
-    """The largest relative difference of values and gradients, on all data and on a minibatch, at three points."""
+    """The largest relative difference of values and gradients, at three points, on all data and on a minibatch."""
     import jax
 
     generator, largest = np.random.default_rng(seed), 0.0
@@ -146,7 +146,7 @@ if __name__ == "__main__":
     from referee import arena
 
     for problem in sys.argv[2:]:
-        judge = arena.objective(Path(sys.argv[1]), problem, 0)
-        objectives = judge.f_inner, judge.f_outer
-        apart = difference(bridged(*objectives), *objectives, judge.inner_var0, judge.outer_var0)
+        evaluator = arena.objective(Path(sys.argv[1]), problem, 0)
+        objectives = evaluator.f_inner, evaluator.f_outer
+        apart = difference(bridged(*objectives), *objectives, evaluator.inner_var0, evaluator.outer_var0)
         print(json.dumps({"problem": problem, "apart": apart}), flush=True)

@@ -1,4 +1,4 @@
-"""A hypergradient of the hyper-representation against the number of episodes in the meta-batch."""
+"""The time of a hypergradient of the hyper-representation against the number of episodes in the meta-batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from harness.targets import Target, exponent, points_of
 ORDER = 55
 TITLE = "Time against the number of episodes"
 WHAT = """
-A meta-batch of more episodes of the hyper-representation (5-way 1-shot, T = 5): h runs once for each episode, and the
-classifiers of all episodes take their steps together, so the time should be that of the episodes and nothing more.
+Meta-batches of different sizes for the hyper-representation (5-way 1-shot, T = 5). The network h runs once for each
+episode, and the classifiers of all episodes take their steps in one batch. So the time should be proportional to the
+number of episodes.
 """
 
 

@@ -1,4 +1,4 @@
-"""What more inner steps cost where there are many classes and examples."""
+"""The cost of more inner steps with many classes and examples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.targets import Target, ratio
 ORDER = 53
 TITLE = "More steps, 20-way 5-shot"
 WHAT = """
-Four episodes with 20 classes of 5 examples each, the largest heads of the paper's Omniglot experiments. The iterates
-stay in the span of the support set's features, so a step and its adjoint are products with a 100 × 100 matrix, and ten
-times as many steps should hardly show beside the network.
+Four episodes with 20 classes of 5 examples each: the largest heads of the paper's Omniglot experiments. The iterates
+stay in the span of the support set's features, so a step and its adjoint are products with a 100 × 100 matrix. Ten
+times as many steps should therefore add little to the time of the network.
 """
 SHORT, LONG = "20-way-5-shot-T5", "20-way-5-shot-T50"
 

@@ -1,4 +1,7 @@
-"""MAML on a meta-batch, and what the other learners cost. As a program: `python -m sections.maml QUESTION CASE`."""
+"""MAML on a meta-batch, and the time of every learner.
+
+As a program: `python -m sections.maml QUESTION CASE`, where QUESTION is "learners" or a row of the table of memory.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,18 @@ if TYPE_CHECKING:
     from harness.targets import Target
 
 ORDER = 57
-TITLE = "MAML, and the cost of every learner"
+TITLE = "MAML, and the time of every learner"
 WHAT = """
-λ is the start of a network with four convolutions of 64 filters, w all its weights and a linear head that starts at
-zero; T = 5 steps on each of 4 episodes (5-way 1-shot, 15 queries for each class), float32. The peers keep the graph of
-all steps. The case with "cores" lets everyone have two threads and is in seconds of the clock; the package then puts
-episodes side by side. Memory is the peak of the resident memory during one hypergradient, above what was resident
-before, in a fresh process; learn2learn's algorithm stands for the peers, which keep the same graph. No method can take
-less than the gradient of one episode's outer objective: its 75 queries pass through the network together, because batch
-norm takes its statistics from all of them. The ridge head is held against one forward and one backward pass of its
-network. Adapting is learning from one support set and classifying its queries. For these two, memory that was freed is
-kept for the next call, as `bilevel train` does.
+λ is the initial point of a network with four convolutions of 64 filters. w is all its weights and a linear head that
+starts at zero. There are T = 5 steps on each of 4 episodes (5-way 1-shot, 15 queries for each class), in float32. The
+peers keep the graph of all steps. In the case with "cores" every contestant has two threads, and times are wall-clock
+times. The package then runs episodes in parallel. Memory is the peak of the resident memory during one hypergradient,
+minus what was resident before, in a fresh process. Only learn2learn's algorithm is measured for the peers, because all
+of them keep the same graph. No method can need less memory than the gradient of one episode's outer objective: its 75
+queries pass through the network together, because batch norm computes its statistics from all of them. The time of the
+ridge head is compared with one forward and one backward pass of its network. Adapting means to train on one support set
+and to classify its queries. The times of the ridge head and of adapting are measured with an allocator that keeps freed
+memory, as `bilevel train` does.
 """
 ROUNDS = 10
 PEER = "learn2learn, by hand"
@@ -42,7 +46,7 @@ METHODS = ("Reverse()", 'Reverse("sqrt")', 'Reverse("sqrt", group_bytes=0)')
 
 @dataclass(frozen=True)
 class MAMLMemory:
-    """Bytes that one hypergradient of the meta-batch needed: the smallest of its runs."""
+    """Bytes that one hypergradient of the meta-batch needed. `peak` is the smallest of `runs`."""
 
     way: str
     peak: int
@@ -51,7 +55,7 @@ class MAMLMemory:
 
 @dataclass(frozen=True)
 class AdaptingCost:
-    """Seconds that a learner takes for one episode; the gradient of one training episode, where it has one."""
+    """Seconds of a learner on one episode: to adapt, and for the gradient of one training episode, if it has one."""
 
     learner: str
     adapting: float
@@ -90,12 +94,12 @@ def targets(figures: Figures) -> Iterator[Target]:
     ours, theirs = min(peaks[way] for way in METHODS[1:]), peaks[PEER]
     words = f"{ours / 1e6:.1f} of {theirs / 1e6:.1f} MB"
     if FLOOR in peaks:
-        words += f"; the outer objective alone takes {peaks[FLOOR] / 1e6:.1f}"
+        words += f"; the outer objective alone needs {peaks[FLOOR] / 1e6:.1f} MB"
     yield Target('Reverse("sqrt") at most a third of a peer\'s memory', "maml", ours / theirs, 1 / 3, words)
     head, network = figures["ridge head"], figures["network alone"]
     claim = "ridge-head within 1.05 times a pass of its network"
     if head is None:
-        yield Target(claim, "ridge-head", None, 1.05, "there is no learner of that name")
+        yield Target(claim, "ridge-head", None, 1.05, "there is no learner `ridge-head`")
     else:
         yield Target(claim, "ridge-head", head / network, 1.05, f"{1e3 * head:.1f} and {1e3 * network:.1f} ms")
 
@@ -111,13 +115,13 @@ def tables(figures: Figures) -> Iterator[Table]:
         [f"`{row.way}`" if row.way in METHODS else row.way, f"{row.peak / 1e6:.1f}", f"{row.peak / theirs:.2f}"]
         for row in found
     ]
-    yield Table("Peak memory of a hypergradient of the meta-batch", ["way", "MB", "of the peer"], rows)
+    yield Table("Peak memory of a hypergradient of the meta-batch", ["method", "MB", "relative to the peer"], rows)
     rows = [
         [cost.learner, milliseconds(cost.adapting), "–" if cost.gradient is None else milliseconds(cost.gradient)]
         for cost in sorted(figures.rows(AdaptingCost, "learners"), key=lambda cost: cost.adapting)
     ]
     columns = ["learner", "adapting, ms", "gradient of one training episode, ms"]
-    yield Table("Every learner on one episode", columns, rows, "The smallest of several calls, one thread.")
+    yield Table("Every learner on one episode", columns, rows, "The fastest of several calls, one thread.")
 
 
 def pictures(figures: Figures) -> Iterator[Picture]:
@@ -190,15 +194,15 @@ def _cost(name: str, job: Any) -> AdaptingCost:
 
 
 def _head_and_network(learner: Any, episodes: Any) -> tuple[float, float]:
-    """By turns, the best of each."""
+    """The best seconds of the ridge head and of a pass of its network, measured in turns."""
     import torch
 
     lam = {name: leaf.clone().requires_grad_() for name, leaf in learner.lam.items()}
-    of_network = [lam[name] for name in learner.representation.names]
+    network_leaves = [lam[name] for name in learner.representation.names]
 
     def network() -> None:
         outputs = learner.representation.episodes(lam, episodes.train[0], episodes.val[0], training=True)
-        torch.autograd.grad(outputs, of_network, [torch.ones_like(x) for x in outputs])
+        torch.autograd.grad(outputs, network_leaves, [torch.ones_like(x) for x in outputs])
 
     pairs = [(_seconds(lambda: learner.hypergradient(episodes)), _seconds(network)) for _ in range(20)]
     return min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)

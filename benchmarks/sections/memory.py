@@ -1,4 +1,4 @@
-"""Peak memory against T. As a program: `python -m sections.memory case.npz METHOD` measures one figure."""
+"""Peak memory against T. As a program: `python -m sections.memory case.npz METHOD` makes one measurement."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 ORDER = 30
 TITLE = "Memory against T"
 WHAT = """
-What the methods keep while T grows: the small network with heavy ball and one λ for each layer, every figure from a
-fresh process. `Unrolled` keeps all graphs, `Reverse` all iterates, `Reverse("sqrt")` about 2 √T of them, `Forward` a
-derivative for each λ, `Reversible` the bits that momentum would lose. Steps are replayed one at a time here
-(`group_bytes=0`), because it is the memory of the iterates that is asked about.
+How much memory the methods need as T grows, for the small network with heavy ball and one hyperparameter for each
+layer. Every figure is from a fresh process. `Unrolled` keeps all graphs, `Reverse` all iterates, `Reverse("sqrt")`
+about 2 √T iterates, `Forward` one derivative for each hyperparameter, and `Reversible` the bits that the
+multiplication by the momentum drops. Steps are replayed one at a time here (`group_bytes=0`), so that the memory of
+the iterates is measured and not that of recorded steps.
 """
 
 METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Forward", "Reversible")
@@ -37,8 +38,12 @@ METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Forward", "Reversible")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a method needed at one T: `rss` as the operating system saw it (the smallest of `runs`), `stats` as
-    the method counted its own."""
+    """Bytes that a method needed at one T.
+
+    Attributes:
+        rss: the growth of the resident memory, the smallest of `runs`.
+        stats: the bytes of the method's own tensors, from `stats.peak_memory`.
+    """
 
     method: str
     steps: int
@@ -82,7 +87,8 @@ def targets(figures: Figures) -> Iterator[Target]:
 
     yield share("Reverse('sqrt') at most 1/8 of Unrolled's peak, T = 1000", "Reverse('sqrt')", "Unrolled", "rss", 1 / 8)
     yield share("Reversible at most 1/20 of Reverse's iterates, T = 1000", "Reversible", "Reverse", "stats", 1 / 20)
-    yield share("the same, as resident memory", "Reversible", "Reverse", "rss", 1 / 20)
+    claim = "Reversible at most 1/20 of Reverse's resident memory, T = 1000"
+    yield share(claim, "Reversible", "Reverse", "rss", 1 / 20)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
@@ -96,8 +102,8 @@ def tables(figures: Figures) -> Iterator[Table]:
         cells = [f"{mine[t].rss / 1e6:.1f} / {mine[t].stats / 1e6:.2f}" if t in mine else "–" for t in times]
         rows.append([method, *cells, f"{mine[times[-1]].seconds:.2f} s" if times[-1] in mine else "–"])
     note = (
-        "MB: growth of the resident memory over a run with T = 3 / what the method says it kept (`stats.peak_memory`). "
-        "Heavy ball, one λ for each layer."
+        "MB: growth of the resident memory compared with a run with T = 3 / tensors that the method kept "
+        "(`stats.peak_memory`). Heavy ball, one hyperparameter for each layer."
     )
     columns = ["method", *(f"T = {t}" for t in times), f"time at T = {times[-1]}"]
     yield Table("Peak memory against T (network)", columns, rows, note)
@@ -117,7 +123,7 @@ def pictures(figures: Figures) -> Iterator[Picture]:
         for method in dict.fromkeys(row.method for row in found):
             colour, marker = LINES[method]
             mine = sorted((row.steps, getattr(row, field) / 1e6) for row in found if row.method == method)
-            # A run that fits into what the warm-up left behind shows no growth at all; a logarithm needs a floor.
+            # A run that fits into the memory freed by the warm-up shows no growth. A logarithmic axis has no zero.
             axis.plot(
                 [t for t, _ in mine], [max(mb, 1e-2) for _, mb in mine], color=colour, marker=marker, ms=4, label=method
             )
@@ -144,11 +150,11 @@ def main() -> None:
     problem, lam, task = problem_of(case)
 
     def run(steps: int) -> bl.Hypergradient:
-        # Heavy ball for all of them, because Reversible can undo nothing else.
+        # All methods use heavy ball, because Reversible needs dynamics with momentum.
         dynamics = bl.HeavyBall(case.lr / 10, 0.9)
         return bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=steps, method=method)
 
-    # Three steps, so that one is replayed: torch imports more of itself when a gradient is first pulled back.
+    # Three steps, so that one is replayed: torch imports more modules at the first backward pass.
     rss, seconds, hg = growth(lambda: [run(3) for _ in range(2)], lambda: run(case.steps))
     gradient = np.concatenate([leaf.numpy().ravel() for leaf in hg.grad]).tolist()
     print(json.dumps({"rss": rss, "stats": hg.stats.peak_memory, "seconds": seconds, "gradient": gradient}))

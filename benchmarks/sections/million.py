@@ -1,4 +1,4 @@
-"""A long run of a network with a million weights. As a program: `python -m sections.million METHOD STEPS`."""
+"""A long inner run of a network with a million weights. As a program: `python -m sections.million METHOD STEPS`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from harness import probe
 from harness.memory import growth
-from harness.timing import ROUGH, Disagreement, distance
+from harness.timing import FLOAT32_TOLERANCE, Disagreement, distance
 
 if TYPE_CHECKING:
     from harness.figures import Figures
@@ -25,20 +25,21 @@ ORDER = 35
 TITLE = "A million weights, a thousand steps"
 WHAT = """
 A 784 → 1000 → 200 → 10 tanh network (987,210 weights, float32), T steps of gradient descent, each on its own
-minibatch of 64, and a penalty for each layer. Here the graph of the run is measured in gigabytes: this is what
-`Reverse("sqrt")` is for, which runs every step twice and keeps the iterates and the recorded steps in balance. With
-`group_bytes=0` it keeps the least and runs every step three times. Resident memory is what the operating system saw,
-above a run with T = 3; the method counts its tensors, and malloc keeps gaps between them. In the long run `Unrolled`
-takes twice as long for a step as in the short one, on a machine with 24 GB: memory is not only a matter of fitting.
+minibatch of 64, and a penalty for each layer. The graph of the whole run takes gigabytes. `Reverse("sqrt")` is made for
+such runs: it runs every step twice and balances the memory of the kept iterates with that of the recorded steps. With
+`group_bytes=0` it needs the least memory and runs every step three times. Resident memory is measured by the operating
+system, as the growth compared with a run with T = 3. It is larger than the tensors that the method counts, because
+malloc leaves gaps between them. On a machine with 24 GB, a step of `Unrolled` takes twice as long at T = 1000 as at
+T = 100: a graph that fits into memory can still slow down a run.
 """
 
 METHODS = ("Unrolled", "Reverse", "Reverse('sqrt')", "Reverse('sqrt', group_bytes=0)")
-STEP_BYTES = 14e6  # resident, for a step that `Unrolled` records
+STEP_BYTES = 14e6  # resident memory of one recorded step of `Unrolled`
 
 
 @dataclass(frozen=True)
-class Long:
-    """What a method needed for T steps: the smallest of its runs."""
+class LongRun:
+    """The memory and the time of a method for T steps, each the smallest of `runs`."""
 
     method: str
     steps: int
@@ -61,11 +62,13 @@ def measure(bench: Bench) -> dict[str, Any]:
     for (steps, method), replies in answers.items():
         reference = np.array(answers[steps, "Unrolled"][0]["gradient"])
         error = distance(np.array(replies[0]["gradient"]), reference)
-        if not error <= ROUGH:
-            raise Disagreement(f"{method} and Unrolled differ by {error:.2g} (relative), allowed {ROUGH:g}.")
+        if not error <= FLOAT32_TOLERANCE:
+            raise Disagreement(
+                f"{method} and Unrolled differ by {error:.2g} (relative), allowed {FLOAT32_TOLERANCE:g}."
+            )
         runs = [[reply["rss"], reply["seconds"]] for reply in replies]
         rss, seconds = (min(column) for column in zip(*runs, strict=True))
-        found.append(Long(method, steps, rss, replies[0]["stats"], seconds, runs))
+        found.append(LongRun(method, steps, rss, replies[0]["stats"], seconds, runs))
     return {"long": [asdict(row) for row in found]}
 
 
@@ -75,7 +78,7 @@ def targets(figures: Figures) -> Iterator[Target]:
     for steps, found in _by_steps(figures).items():
         ours, theirs = found["Reverse('sqrt')"], found["Unrolled"]
         if steps > 100:
-            note = "" if steps == 1000 else "The graph of 1000 steps does not fit into this machine."
+            note = "" if steps == 1000 else "The graph of 1000 steps does not fit into the memory of this machine."
             words = f"{ours.rss / 1e6:.0f} of {theirs.rss / 1e6:,.0f} MB: 1/{theirs.rss / ours.rss:.0f}"
             claim = f"Reverse('sqrt') at most 1/12 of Unrolled's resident memory, T = {steps}"
             yield Target(claim, "million", ours.rss / theirs.rss, 1 / 12, words, limit_note=note)
@@ -87,7 +90,7 @@ def targets(figures: Figures) -> Iterator[Target]:
 def tables(figures: Figures) -> Iterator[Table]:
     from harness.tables import Table
 
-    columns = ["method", "resident, MB", "tensors kept, MB", "of Unrolled", "seconds", "of Unrolled"]
+    columns = ["method", "resident, MB", "tensors kept, MB", "resident / Unrolled", "seconds", "seconds / Unrolled"]
     for steps, found in _by_steps(figures).items():
         base = found["Unrolled"]
         rows = [
@@ -101,19 +104,19 @@ def tables(figures: Figures) -> Iterator[Table]:
             ]
             for row in found.values()
         ]
-        note = f"The best of {len(base.runs)}, each in a fresh process; processor time, one thread."
+        note = f"The best of {len(base.runs)} runs, each in a fresh process. Processor time, one thread."
         yield Table(f"Memory and time at T = {steps:,}", columns, rows, note)
 
 
-def _by_steps(figures: Figures) -> dict[int, dict[str, Long]]:
-    found: dict[int, dict[str, Long]] = {}
-    for row in figures.rows(Long, "long"):
+def _by_steps(figures: Figures) -> dict[int, dict[str, LongRun]]:
+    found: dict[int, dict[str, LongRun]] = {}
+    for row in figures.rows(LongRun, "long"):
         found.setdefault(row.steps, {})[row.method] = row
     return found
 
 
 def _available() -> int:
-    """Bytes of memory that can be had without swapping; as much as is asked for where nobody says."""
+    """Bytes of memory that are available without swapping. Without /proc/meminfo, a number that sets no limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -129,8 +132,8 @@ def main() -> None:
     import bilevel as bl
 
     torch.set_num_threads(1)
-    thrifty = bl.Reverse("sqrt"), bl.Reverse("sqrt", group_bytes=0)
-    method = dict(zip(METHODS, (bl.Unrolled(), bl.Reverse(), *thrifty), strict=True))[sys.argv[1]]
+    with_sqrt = bl.Reverse("sqrt"), bl.Reverse("sqrt", group_bytes=0)
+    method = dict(zip(METHODS, (bl.Unrolled(), bl.Reverse(), *with_sqrt), strict=True))[sys.argv[1]]
     source = torch.Generator().manual_seed(0)
     start: list[Tensor] = []
     for inputs, outputs in ((784, 1000), (1000, 200), (200, 10)):
@@ -154,7 +157,7 @@ def main() -> None:
     def run(steps: int) -> bl.Hypergradient:
         return bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.05), steps=steps, method=method)
 
-    # Three steps, so that one is replayed: torch imports more of itself when a gradient is first pulled back.
+    # Three steps, so that one is replayed: torch imports more modules at the first backward pass.
     rss, seconds, hg = growth(lambda: [run(3) for _ in range(2)], lambda: run(int(sys.argv[2])))
     gradient = [float(leaf) for leaf in hg.grad]
     print(json.dumps({"rss": rss, "stats": hg.stats.peak_memory, "seconds": seconds, "gradient": gradient}))

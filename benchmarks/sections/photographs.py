@@ -16,8 +16,8 @@ ORDER = 52
 TITLE = "Hyper-representation of photographs"
 WHAT = """
 The paper's C4L, four convolutions of 32 filters with max-pooling, on four 5-way 1-shot episodes of 84 × 84 pixels,
-T = 5. The first layer's result is 72 MB an episode, so here memory decides: the package pools before it normalises and
-works on as many images at a time as stay in the cache.
+T = 5. The output of the first layer is 72 MB per episode, so the speed depends on memory traffic. The package pools
+before it normalises, and processes as many images at a time as fit into the cache.
 """
 
 

@@ -1,4 +1,7 @@
-"""A training by one and by two processes. As a program, under torchrun: `-m sections.ranks DATASET ITERATIONS`."""
+"""A training by one and by two processes.
+
+As a program: `torchrun … -m sections.ranks DATASET ITERATIONS`.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ if TYPE_CHECKING:
 ORDER = 60
 TITLE = "Training by several processes"
 WHAT = """
-`torchrun -m bilevel train`: the same 16 episodes a hyperiteration, shared by the processes, each on a core of its own
-with one thread. The update of λ, the exchange of hypergradients and the sampling of episodes are included, so two
-processes cannot quite be twice as fast.
+`torchrun -m bilevel train` with one process and with two. The processes share the same 16 episodes per hyperiteration.
+Each process has its own core and one thread. The times include the update of λ, the exchange of hypergradients and the
+sampling of episodes, so two processes cannot be quite twice as fast.
 """
 
 RANKS = (1, 2)
@@ -33,8 +36,14 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Throughput:
-    """The seconds of a hyperiteration and of drawing its episodes, for so many processes; `runs` has the best of each
-    run, `busy` the processor's seconds of the first process, which do not count what other programs took."""
+    """The best times of a training with `ranks` processes.
+
+    Attributes:
+        seconds: wall-clock time of a hyperiteration.
+        sampling: wall-clock time of sampling its episodes.
+        runs: the best `seconds` of each run.
+        busy: processor time of a hyperiteration in the first process. Other programs do not change it.
+    """
 
     ranks: int
     seconds: float
@@ -68,9 +77,9 @@ def targets(figures: Figures) -> Iterator[Target]:
     note = ""
     if two.busy is not None and two.seconds > 1.1 * two.busy:
         note = (
-            f"A process was busy for {two.busy * 1e3:.0f} of these {two.seconds * 1e3:.0f} ms, the rest of the time it "
-            f"waited, for the other one or for a core that other programs used. In "
-            f"processor time two are {(alone.busy or alone.seconds) / two.busy:.2f} times faster."
+            f"With two processes, the first one was busy for {two.busy * 1e3:.0f} of the {two.seconds * 1e3:.0f} ms. "
+            f"For the rest it waited for the other process, or for a core that another program used. In processor "
+            f"time, two processes are {(alone.busy or alone.seconds) / two.busy:.2f} times faster."
         )
     claim = "two processes at least 1.7 times faster"
     yield Target(claim, "ranks", speedup, 1.7, words, at_least=True, limit_note=note)
@@ -93,7 +102,7 @@ def tables(figures: Figures) -> Iterator[Table]:
         ]
         for f in found
     ]
-    note = f"{EPISODES} episodes of {figures['dataset']} in all, T = 5 (torchrun, gloo)."
+    note = f"{EPISODES} episodes of {figures['dataset']} per hyperiteration in total, T = 5 (torchrun, gloo)."
     columns = ["processes", "hyperiteration, ms", "busy, ms", "images per second", "speed-up"]
     yield Table("Throughput", columns, rows, note)
 
@@ -107,14 +116,14 @@ def main() -> None:
     from bilevel.learners.training import FewShotTraining
 
     if hasattr(os, "sched_setaffinity"):
-        # Two processes that change places on the cores would share one for a while.
+        # Each process gets its own core. Otherwise the scheduler may place two processes on one core for a while.
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     torch.set_num_threads(1)
     iterations = int(sys.argv[2])
     settings = TrainingSettings(dataset=sys.argv[1], meta_batch=EPISODES, step_bound=0.0)
-    with world() as everybody:
-        training = FewShotTraining(settings, open_data(settings), everybody)
+    with world() as processes:
+        training = FewShotTraining(settings, open_data(settings), processes)
         seconds, busy, sampling = [], [], []
         for iteration in range(1, iterations + WARM_UP + 1):
             began, worked = time.perf_counter(), time.process_time()
@@ -123,9 +132,9 @@ def main() -> None:
             busy.append(time.process_time() - worked)
         for iteration in range(iterations):
             began = time.perf_counter()
-            training.train.batch(everybody.share(range(iteration * EPISODES, (iteration + 1) * EPISODES)))
+            training.train.batch(processes.share(range(iteration * EPISODES, (iteration + 1) * EPISODES)))
             sampling.append(time.perf_counter() - began)
-        if everybody.writes:
+        if processes.writes:
             print(json.dumps({"seconds": seconds[WARM_UP:], "busy": busy[WARM_UP:], "sampling": sampling}))
 
 

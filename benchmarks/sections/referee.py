@@ -1,8 +1,9 @@
-"""The outside referee: our solvers and those of benchmark_bilevel (benchopt) on its own problems.
+"""An independent benchmark, the "referee": our solvers and those of benchmark_bilevel (benchopt) on its problems.
 
-A full run takes about 20 minutes. Every run of a solver is kept in `.bench/referee_runs.jsonl` when it ends, and is not
-repeated while the package and `referee/` are the same: an interrupted measurement goes on. With `--minutes 10` no run
-begins after 10 minutes; the tables then show what there is, and say what is missing.
+A full run takes about 20 minutes. The result of every solver is stored in `.bench/referee_runs.jsonl` as soon as it is
+measured. It is not measured again while the package and `referee/` are unchanged, so an interrupted measurement can be
+continued. With `--minutes 10` no solver is started after 10 minutes. The tables then show the stored results and list
+the missing ones.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ if TYPE_CHECKING:
     from harness.targets import Target
 
 ORDER = 90
-TITLE = "The outside referee"
+TITLE = "An independent benchmark: benchmark_bilevel"
 WHAT = """
-The problems, metrics and solvers of benchmark_bilevel (benchopt), with the best settings that it publishes for each
-solver or else its defaults, beside ours behind the same interface. `simulated` are its quadratics; the logistic problem
-has a penalty per feature and rows of ijcnn1's sizes that are made locally; hyper-cleaning has 20,000 weights and half
-of the labels at random. Processor time of the solver alone, one thread, without compilation and checks, until the
-metric reaches the target: ‖∇h‖² ≤ 1e-6, or the least validation error that any of their solvers reaches in the time
-given. Medians over seeds: a full run has three, the first with all solvers and the others with the five best single
-loops of ours and of theirs; the tables say how many each has, and which of theirs were not measured. "Single
-loop" are our stochastic algorithms with the settings of theirs; "structure" are methods that use what the problem is.
-One of them minimises another outer objective, the cross-entropy of twice the scores, because the referee's metric is
-the error and not its outer objective. The objectives in torch are compared with the referee's first.
+The problems, metrics and solvers of benchmark_bilevel (benchopt), here called the referee, and our solvers behind the
+same interface. Its solvers have the best settings that it publishes, or else its defaults. There are three problems.
+*quadratics* is its data set `simulated`. *logistic* is a logistic regression with one penalty per feature; its rows are
+generated locally in the sizes of ijcnn1. *cleaning* is hyper-cleaning with 20,000 example weights, where half of the
+labels are random. Seconds are processor time of the solver alone, with one thread and without compilation and checks,
+until the metric reaches the target. The target is ‖∇h‖² ≤ 1e-6 or, for cleaning, the least validation error that any
+of the referee's solvers reaches in the given time. Times are medians over seeds. A full run has three seeds: the first
+with all solvers, the others with the five best single-loop solvers of ours and the five best of the referee's. The
+tables show the number of seeds of each solver, and which of the referee's solvers were not measured. "Ours, single
+loop" are our single-loop algorithms with the referee's settings. "Ours, structure" are methods that use the structure
+of the problem. One of these minimises another outer objective, the cross-entropy of twice the scores, because the
+referee's metric is the validation error and not its outer objective. Before the measurement, the objectives in torch
+are compared with those of the referee.
 """
 FETCH = (
     "Not measured: pass a checkout of github.com/benchopt/benchmark_bilevel with "
@@ -66,7 +70,7 @@ STRUCTURES = {
     "cleaning": ("bilevel_cleaning", SHARP),
 }
 SECONDS = {"quadratics": 8.0, "logistic": 1.0, "cleaning": 5.0}
-# How many of theirs, and of our single loops, run with more seeds than the first.
+# How many of the referee's solvers, and of our single-loop solvers, run with the second and third seed.
 BEST = 5
 DIED = "its process ended without an answer"
 GRADIENT = 1e-6
@@ -74,14 +78,14 @@ GRADIENT = 1e-6
 
 @dataclass(frozen=True)
 class Run:
-    """One solver on one problem and seed.
+    """The result of one solver on one problem and seed.
 
     Attributes:
-        values: seconds, iterations and the metric, wherever the metric was better than before.
+        values: [seconds, iterations, metric] for every evaluation at which the metric improved.
         losses: the same for the outer objective.
-        per_iteration: seconds, without what comes before the first call of the callback.
-        whole: seconds with compilation and the evaluations of the metric.
-        error: why it did not run to its end.
+        per_iteration: seconds per iteration, measured from the first call of the callback.
+        whole: seconds including compilation and the evaluations of the metric.
+        error: the reason if the solver failed.
     """
 
     problem: str
@@ -118,28 +122,31 @@ def measure(bench: Bench) -> dict[str, Any]:
     bench.tick("objectives compared", 0.1)
     seeds, share = bench.pick(quick=(1, 0.25), full=(3, 1.0))
     single, theirs = bench.pick(quick=(LOOPS[:1], QUICK), full=(LOOPS, THEIRS))
-    kept = Kept(bench.folder / "runs.jsonl" if bench.quick else FOLDER / "referee_runs.jsonl", fingerprint())
-    contest = Contest([interpreter, "-m", "referee.arena", checkout], bench.folder / "arena", kept, share, end)
-    # All problems have a first seed before one has a second.
+    store = RunStore(bench.folder / "runs.jsonl" if bench.quick else FOLDER / "referee_runs.jsonl", fingerprint())
+    contest = Contest([interpreter, "-m", "referee.arena", checkout], bench.folder / "arena", store, share, end)
+    # The first seed of all problems is measured before the second seed of any.
     for seed in range(seeds):
         for problem in problems:
-            names = [*STRUCTURES[problem], *solvers(problem, seed, kept, single, theirs)]
+            names = [*STRUCTURES[problem], *solvers(problem, seed, store, single, theirs)]
             for name in contest.measured(problem, seed, names):
                 bench.tick(f"{problem}, seed {seed}: {name}", 0.9 / (seeds * len(problems) * len(names)))
     seconds = {problem: share * SECONDS[problem] for problem in problems}
-    return {"apart": apart, "seeds": seeds, "seconds": seconds, "runs": [asdict(run) for run in kept.runs]}
+    return {"apart": apart, "seeds": seeds, "seconds": seconds, "runs": [asdict(run) for run in store.runs]}
 
 
-def solvers(problem: str, seed: int, kept: Kept, single: tuple[str, ...], theirs: tuple[str, ...]) -> list[str]:
-    """Our single loops and theirs, each beside its counterpart; with later seeds, the best of the first."""
+def solvers(problem: str, seed: int, store: RunStore, single: tuple[str, ...], theirs: tuple[str, ...]) -> list[str]:
+    """Our single-loop solvers and the referee's, sorted so that counterparts are neighbours.
+
+    After the first seed, only the best solvers of the first seed.
+    """
     if seed:
-        first = [run for run in kept.runs if (run.problem, run.seed) == (problem, 0) and run.values]
+        first = [run for run in store.runs if (run.problem, run.seed) == (problem, 0) and run.values]
         single, theirs = (best(first, names) for names in (single, theirs))
     return sorted((*single, *theirs), key=lambda name: THEIRS.index(name.removeprefix("bilevel_")))
 
 
 def fingerprint() -> str:
-    """What a run depends on: the package and the referee's part of the benchmark, as git knows them."""
+    """A text that changes if the package or `benchmarks/referee` changes: their git trees and uncommitted changes."""
     places = ("src", "benchmarks/referee")
 
     def git(*words: str) -> str:
@@ -148,8 +155,8 @@ def fingerprint() -> str:
     return " ".join(git("rev-parse", *(f"HEAD:{place}" for place in places)).split()) + git("diff", "HEAD", *places)
 
 
-class Kept:
-    """The runs in a file that were made with the same fingerprint. New ones are written as soon as they end."""
+class RunStore:
+    """The runs in a file that have the same fingerprint. `add` appends a run to the file at once."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path, self.fingerprint = path, fingerprint
@@ -169,25 +176,25 @@ class Kept:
 
 @dataclass(frozen=True)
 class Contest:
-    """Runs the arena.
+    """Runs solvers in processes of `referee.arena`.
 
     Attributes:
         words: the command, without the problem and the solvers.
-        folder: where the arena may write.
-        kept: where runs are found and put.
-        share: of the seconds of a solver.
-        end: when the last run may begin, by the monotonic clock.
+        folder: the working directory of the processes.
+        store: the stored runs.
+        share: the share of `SECONDS` that a solver has.
+        end: no solver is started after this time of `time.monotonic`.
     """
 
     words: list[str]
     folder: Path
-    kept: Kept
+    store: RunStore
     share: float = 1.0
     end: float = math.inf
 
     def measured(self, problem: str, seed: int, names: list[str]) -> Iterator[str]:
-        """Run what has not been run, and name every solver that has."""
-        open_names = [name for name in names if not self.kept.has(problem, seed, name)]
+        """Run the solvers that have no stored run. Yields the name of every solver whose run is stored."""
+        open_names = [name for name in names if not self.store.has(problem, seed, name)]
         yield from (name for name in names if name not in open_names)
         target = 0.0 if problem == "cleaning" else GRADIENT
         first = [*self.words, problem, str(seed), str(self.share * SECONDS[problem]), str(target)]
@@ -202,31 +209,31 @@ class Contest:
                 yield self._keep(problem, seed, {"solver": name, "label": name, "error": DIED})
 
     def _keep(self, problem: str, seed: int, found: dict[str, Any]) -> str:
-        self.kept.add(Run(problem, seed, **found))
+        self.store.add(Run(problem, seed, **found))
         return str(found["solver"])
 
 
 def best(runs: list[Run], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The solvers that came furthest, and soonest among equals."""
+    """The solvers with the best values. Among equal values, the faster ones come first."""
     found = sorted((run for run in runs if run.solver in names), key=lambda run: (run.values[-1][2], run.values[-1][0]))
     return tuple(run.solver for run in found[:BEST])
 
 
 def compared(folder: Path, words: list[str]) -> dict[str, float]:
-    """The largest relative difference of values and gradients, ours in torch and theirs in JAX, for each problem."""
+    """For each problem, the largest relative difference between our objectives in torch and the referee's in JAX."""
     apart = {found["problem"]: found["apart"] for found in ask(folder, words)}
     for problem in words[4:]:
         if not apart.get(problem, math.inf) <= TOLERANCE:
             found = apart.get(problem, "not computed")
             raise Disagreement(
                 f"The objectives of {problem} in torch and the referee's differ: {found}, allowed {TOLERANCE:g}. "
-                f"Run `{' '.join(words[1:])}` to see more."
+                f"To see the output of the comparison, run `{' '.join(words)}`."
             )
     return apart
 
 
 def ask(folder: Path, words: list[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects that a process prints, line by line. A process that dies gives what it has printed."""
+    """The JSON objects that a process prints, one per line. If the process dies, those that it printed before."""
     home = Path(__file__).resolve().parents[1]
     environment = {**single_threaded(), "PYTHONPATH": os.pathsep.join([str(home.parent / "src"), str(home)])}
     folder.mkdir(exist_ok=True)
@@ -236,13 +243,13 @@ def ask(folder: Path, words: list[str]) -> Iterator[dict[str, Any]]:
         try:
             yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
         finally:
-            # The caller may stop early.
+            # The caller may stop before the process has ended.
             process.terminate()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Medians over seeds of one solver on one problem; infinite where the goal was not reached."""
+    """Medians over seeds of one solver on one problem. Times are infinite if the goal was not reached."""
 
     run: Run
     seconds: float
@@ -269,12 +276,12 @@ class Summary:
 
 
 def first(curve: list[list[float]], goal: float) -> tuple[float, float]:
-    """The seconds and iterations after which the goal is reached."""
+    """The seconds and iterations after which the goal is reached, or infinity."""
     return next(((time, count) for time, count, value in curve if value <= goal), (math.inf, math.inf))
 
 
 def summaries(figures: Figures, problem: str) -> dict[str, Summary]:
-    """By solver, the fastest first."""
+    """The summaries of a problem by solver, the fastest first."""
     runs = [run for run in figures.rows(Run, "runs") if run.problem == problem and run.values]
     seeds = {run.seed for run in runs}
     rivals = {seed: [run for run in runs if run.seed == seed and run.solver in THEIRS] for seed in seeds}
@@ -298,33 +305,38 @@ def targets(figures: Figures) -> Iterator[Target]:
         return min((getattr(found[name], key) for name in names if name in found), default=math.inf)
 
     def of(found: dict[str, Summary]) -> str:
-        return f"the {len(set(found) & set(THEIRS))} of their {len(THEIRS)} that were measured"
+        return f"the referee's solvers ({len(set(found) & set(THEIRS))} of {len(THEIRS)} measured)"
 
     def ratio(claim: str, case: str, ours: float, theirs: float, limit: float, faster: bool = False) -> Target:
-        """Ours over theirs, or theirs over ours where it says how much faster; theirs may not have come that far."""
+        """A target for the time ours / theirs, or for theirs / ours if `faster`. `theirs` may be infinite."""
         value = theirs / ours if faster else ours / theirs
         if math.isinf(ours):
-            return Target(claim, case, None, limit, "ours did not reach it", at_least=faster)
-        words = f"{ours:.3g} s, theirs {theirs:.3g} s" if math.isfinite(theirs) else f"{ours:.3g} s, theirs not reached"
+            return Target(claim, case, None, limit, "ours did not reach the goal", at_least=faster)
+        reached = f"{theirs:.3g} s" if math.isfinite(theirs) else "did not reach the goal"
+        words = f"ours {ours:.3g} s, the referee's {reached}"
         return Target(claim, case, value, limit, words, at_least=faster)
 
     if found := summaries(figures, "logistic"):
         ours, theirs = fastest(found, STRUCTURES["logistic"]), fastest(found, THEIRS)
-        yield ratio(f"‖∇h‖² ≤ 1e-6 as soon as the fastest of {of(found)}", "logistic", ours, theirs, 1.0)
+        claim = f"time to ‖∇h‖² ≤ 1e-6 at most that of the fastest of {of(found)}"
+        yield ratio(claim, "logistic", ours, theirs, 1.0)
     if found := summaries(figures, "cleaning"):
         ours, theirs = fastest(found, STRUCTURES["cleaning"]), fastest(found, THEIRS)
-        yield ratio(f"least validation error 1.5 times faster than {of(found)}", "cleaning", ours, theirs, 1.5, True)
+        claim = f"least validation error at least 1.5 times faster than {of(found)}"
+        yield ratio(claim, "cleaning", ours, theirs, 1.5, True)
         same = fastest(found, STRUCTURES["cleaning"][:1], "loss_seconds")
         theirs = fastest(found, THEIRS, "loss_seconds")
-        yield ratio(f"least validation loss 1.5 times faster than {of(found)}", "cleaning", same, theirs, 1.5, True)
+        claim = f"least validation loss at least 1.5 times faster than {of(found)}"
+        yield ratio(claim, "cleaning", same, theirs, 1.5, True)
     if found := summaries(figures, "quadratics"):
         ours, theirs = fastest(found, STRUCTURES["quadratics"]), fastest(found, ("saba",))
-        yield ratio("‖∇h‖² ≤ 1e-6 as soon as their SABA", "quadratics", ours, theirs, 1.0)
+        yield ratio("time to ‖∇h‖² ≤ 1e-6 at most that of the referee's SABA", "quadratics", ours, theirs, 1.0)
         one, other = (found.get(name) for name in ("bilevel_saba", "saba"))
         if one and other:
             times = one.per_iteration, other.per_iteration
             words = f"{times[0] * 1e3:.2f} and {times[1] * 1e3:.2f} ms"
-            yield Target("an iteration of SABA within 3 times JAX", "quadratics", times[0] / times[1], 3.0, words)
+            claim = "an iteration of SABA within 3 times the referee's in JAX"
+            yield Target(claim, "quadratics", times[0] / times[1], 3.0, words)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
@@ -334,24 +346,23 @@ def tables(figures: Figures) -> Iterator[Table]:
         yield Table("Solvers", ["what is missing"], [[figures["missing"]]])
         return
     rows = [[problem, f"{apart:.1e}"] for problem, apart in figures["apart"].items()]
-    yield Table(
-        "Objectives in torch and in JAX", ["problem", "largest difference"], rows, "Values and gradients, float64."
-    )
+    note = "The largest relative difference of values and gradients, float64."
+    yield Table("Objectives in torch and in JAX", ["problem", "difference"], rows, note)
     for problem, seconds in figures["seconds"].items():
         found = summaries(figures, problem)
         cleaning = problem == "cleaning"
         columns = ["solver", "whose", "seeds", "seconds to the target", "iterations", "ms per iteration", "best value"]
-        columns += ["seconds to their least loss", "least loss"] if cleaning else []
+        columns += ["seconds to the referee's least loss", "least loss"] if cleaning else []
         body = []
         for s in found.values():
             more = [number(s.loss_seconds), f"{s.loss:.4f}"] if cleaning else []
-            # With one call of the callback only, iterations cannot be told from what comes before them.
+            # With only one call of the callback, the time of an iteration is not known.
             best, each = f"{s.best:.4g}", f"{s.per_iteration * 1e3:.3g}" if s.per_iteration else "–"
             body.append(
                 [s.run.label, s.run.group, str(s.seeds), number(s.seconds), number(s.iterations), each, best, *more]
             )
         failed = [run for run in figures.rows(Run, "runs") if run.problem == problem and run.error and run.seed == 0]
-        note = f"At most {seconds:g} s a solver; processor time, one thread."
+        note = f"At most {seconds:g} s per solver. Processor time, one thread."
         note += "".join(f" {run.label}: {run.error}." for run in failed)
         missing = set(THEIRS) - {run.solver for run in figures.rows(Run, "runs") if run.problem == problem}
         note += f" Not measured: {', '.join(sorted(missing))}." if missing else ""
@@ -377,7 +388,7 @@ def pictures(figures: Figures) -> Iterator[Picture]:
     for axis, problem in zip(axes[0], problems, strict=True):
         for run in figures.rows(Run, "runs"):
             if run.problem == problem and run.seed == 0 and len(run.values) > 1:
-                # From the first value that is not the start, up to the end of the run.
+                # Without the value at the start, and extended to the end of the run.
                 times, _, values = zip(*run.values[1:], [run.seconds, 0, run.values[-1][2]], strict=True)
                 ours = run.group != "benchmark_bilevel"
                 look = {"lw": 1.6, "zorder": 2, "marker": "o", "ms": 3} if ours else {"lw": 0.9, "zorder": 1}

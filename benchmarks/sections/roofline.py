@@ -1,4 +1,7 @@
-"""What the machine allows a pass of the networks, and how near to it they are. As a program: one measurement."""
+"""The least time that this machine needs for a pass of the networks, and the time that they take.
+
+As a program: `python -m sections.roofline ROUNDS`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ if TYPE_CHECKING:
 ORDER = 54
 TITLE = "Roofline"
 WHAT = """
-The arithmetic that a forward and a backward pass of a network cannot do without (multiplications with the zeros around
-an image are left out), divided by the speed of the machine's own large matrix products, is the time that no program
-which multiplies matrices can be below. "Products alone" is the pass without everything that is not a matrix product or
-a convolution: batch norm, ReLU, pooling, Python. One thread, processor time, least of all rounds.
+"At the roof" is the least time of a forward and a backward pass of a network for any program that multiplies matrices.
+It is the number of operations of the pass, divided by the speed of large matrix products on this machine.
+Multiplications by the zeros around an image are not counted. "Products alone" is the time of the matrix products and
+convolutions of the pass, without batch norm, ReLU, pooling and Python. One thread, processor time, the fastest of all
+rounds.
 """
-# A large product: what the processor reaches when it does nothing else.
+# The size of the matrices whose product measures the largest speed of the processor.
 SIZE = 512
 NETWORKS = {"omniglot-net": (16, (1, 28, 28)), "c4l": (4, (3, 84, 84))}
 SETS = 5, 75
@@ -33,7 +37,13 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward and backward pass of a network on so many episodes: operations, and seconds."""
+    """A forward and a backward pass of a network on a meta-batch.
+
+    Attributes:
+        operations: floating-point operations of its products and convolutions.
+        products: seconds of these products and convolutions alone.
+        whole: seconds of the whole pass.
+    """
 
     network: str
     episodes: int
@@ -122,7 +132,7 @@ def main() -> None:
 def pass_of(
     name: str, episodes: int, shape: tuple[int, int, int]
 ) -> tuple[Callable[[], Any], Callable[[], Any], float]:
-    """The pass as the package runs it, its products alone, and how many operations it needs."""
+    """A function that runs the whole pass, one that runs its products alone, and the number of operations."""
     import torch
     from torch import nn
 
@@ -153,7 +163,10 @@ def pass_of(
 
 
 def convolution_operations(conv: Any, height: int, width: int, *, first: bool) -> float:
-    """Of an image: forwards, for the filters, and for the image unless it is the first layer's."""
+    """The operations of one layer on one image.
+
+    They are the forward pass, the gradient of the filters and, except in the first layer, the gradient of the input.
+    """
     from bilevel.models._strided import row_overlaps
 
     settings = conv.kernel_size[0], conv.stride[0], conv.padding[0]
@@ -162,7 +175,7 @@ def convolution_operations(conv: Any, height: int, width: int, *, first: bool) -
 
 
 def products_of(conv: Any, images: int, height: int, width: int, first: bool) -> Run:
-    """The products of one layer on so many images: as matrices where the layer has a stride, else torch's kernels."""
+    """The products of one layer: as matrix products if the layer has a stride, and otherwise torch's convolutions."""
     import torch
 
     from bilevel.models import _strided

@@ -1,4 +1,7 @@
-"""`solve`, `tune` and `fit` by one and by two processes. Under torchrun: `-m sections.solve_ranks CASE N REPEATS`."""
+"""`solve`, `tune` and `fit` by one and by two processes.
+
+As a program: `torchrun … -m sections.solve_ranks CASE SIZE REPEATS`.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,26 @@ if TYPE_CHECKING:
 ORDER = 61
 TITLE = "solve, tune and fit by several processes"
 WHAT = """
-`torchrun script.py`: the same call by one process and by two, each on a core of its own with one thread. Four cases are
-work for which one would use several processes. *minibatches*: 50 iterations of SOBA with their set-up, on a network
-with 101,632 weights, batches of 4,096 of 16,384 examples on both levels in four shards. *tasks*: Descent through 20
-steps, a list of four tasks. *trainings*: `tune(runs=4)`, trainings of 60 steps with batches of 512. *folds*:
-`BilevelLogisticRegression.fit` with 8 folds of a table of 20,000 rows and 400 features. Two more cases have no target
-and show where sharing does not pay: *small minibatches* of 1,024 examples, and a *small table* of 400 rows and 40
-features. Results are compared: they must be the same, bit for bit. A second is one of the clock, the better of two
-runs, so this section needs a machine with nothing else to do.
+`torchrun script.py`: the same call by one process and by two. Each process has its own core and one thread. Four cases
+are large enough for several processes. *minibatches*: 50 iterations of SOBA including the set-up, on a network with
+101,632 weights; each level has 16,384 examples in four shards and batches of 4,096. *tasks*: `Descent` through 20 steps
+on a list of four tasks. *trainings*: `tune(runs=4)` with trainings of 60 steps and batches of 512. *folds*:
+`BilevelLogisticRegression.fit` with 8 folds of a table of 20,000 rows and 400 features. Two more cases have no target,
+because they are too small for several processes: *small minibatches* of 1,024 examples, and a *small table* of 400 rows
+and 40 features. The results of one and of two processes must be the same, bit for bit. Seconds are wall-clock time, the
+better of two runs, so this section needs an idle machine.
 """
 
-# The cases that should be 1.7 times faster with two processes, and those that are too small for that.
+# The cases that should be 1.7 times faster with two processes, and the cases that are too small for that.
 CASES = ("minibatches", "tasks", "trainings", "folds")
 SMALL = ("small minibatches", "small table")
 RANKS = (1, 2)
 
 
 @dataclass(frozen=True)
-class Shared:
-    """The best seconds of a call, for so many processes; `busy` is the processor's time of the first process."""
+class CallTime:
+    """The best times of a call by `ranks` processes: wall-clock time, and in `busy` the first process's processor
+    time."""
 
     case: str
     ranks: int
@@ -59,23 +63,23 @@ def measure(bench: Bench) -> dict[str, Any]:
     found = []
     for (case, ranks), reply in answers.items():
         if reply["digits"] != answers[case, 1]["digits"]:
-            raise probe.WorkerError(f"{case}: {ranks} processes returned other numbers than one.")
-        found.append(Shared(case, ranks, min(reply["seconds"]), min(reply["busy"]), reply["seconds"]))
+            raise probe.WorkerError(f"{case}: {ranks} processes and one process returned different numbers.")
+        found.append(CallTime(case, ranks, min(reply["seconds"]), min(reply["busy"]), reply["seconds"]))
     return {"shared": [asdict(row) for row in found]}
 
 
 def targets(figures: Figures) -> Iterator[Target]:
     from harness.targets import Target
 
-    found = {(row.case, row.ranks): row for row in figures.rows(Shared, "shared")}
+    found = {(row.case, row.ranks): row for row in figures.rows(CallTime, "shared")}
     for case in CASES:
         one, two = found[case, 1], found[case, 2]
         words = f"{one.seconds / two.seconds:.2f}: {one.seconds:.2f} and {two.seconds:.2f} s"
         note = ""
         if two.seconds > 1.1 * two.busy:
             note = (
-                f"A process was busy for {two.busy:.2f} of these {two.seconds:.2f} s and waited for the rest. In "
-                f"processor time two are {one.busy / two.busy:.2f} times faster."
+                f"With two processes, the first one was busy for {two.busy:.2f} of the {two.seconds:.2f} s and waited "
+                f"for the rest. In processor time, two processes are {one.busy / two.busy:.2f} times faster."
             )
         claim = f"{case}: two processes at least 1.7 times faster"
         yield Target(claim, "solve_ranks", one.seconds / two.seconds, 1.7, words, at_least=True, limit_note=note)
@@ -84,8 +88,8 @@ def targets(figures: Figures) -> Iterator[Target]:
 def tables(figures: Figures) -> Iterator[Table]:
     from harness.tables import Table
 
-    found = {(row.case, row.ranks): row for row in figures.rows(Shared, "shared")}
-    columns = ["what is shared", "processes", "seconds", "busy, s", "speed-up", "speed-up in processor time"]
+    found = {(row.case, row.ranks): row for row in figures.rows(CallTime, "shared")}
+    columns = ["case", "processes", "seconds", "busy, s", "speed-up", "speed-up in processor time"]
     rows = [
         [
             case,
@@ -97,11 +101,12 @@ def tables(figures: Figures) -> Iterator[Table]:
         ]
         for (case, ranks), row in found.items()
     ]
-    yield Table("solve, tune and fit by one and two processes", columns, rows, "Same bits for both (torchrun, gloo).")
+    note = "Both return the same bits (torchrun, gloo)."
+    yield Table("solve, tune and fit by one and two processes", columns, rows, note)
 
 
 def prepare(case: str, size: int) -> Callable[[], list[float]]:
-    """The call to be timed. It returns some of the numbers that it found."""
+    """The call to be timed. It returns some of the resulting numbers, for the comparison."""
     import torch
     from torch import Tensor, nn
     from torch.nn import functional as F
@@ -114,7 +119,7 @@ def prepare(case: str, size: int) -> Callable[[], list[float]]:
     if case in ("folds", "small table"):
         from bilevel.estimators import BilevelLogisticRegression
 
-        # The first call, before the one that is timed, is short.
+        # The warm-up call has size 1 and uses a small table.
         rows, features = (20_000, 400) if case == "folds" and size > 1 else (400, 40)
         X = torch.randn(rows, features, generator=source, dtype=torch.float64)
         labels = (X[:, :5].sum(1) + torch.randn(rows, generator=source) > 0).long().numpy()
@@ -158,22 +163,22 @@ def main() -> None:
     from bilevel.distributed import world
 
     if hasattr(os, "sched_setaffinity"):
-        # Two processes that change places on the cores would share one for a while.
+        # Each process gets its own core. Otherwise the scheduler may place two processes on one core for a while.
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     torch.set_num_threads(1)
-    with world() as everybody:
+    with world() as processes:
         prepare(sys.argv[1], 1)()
         seconds, busy, found = [], [], []
         for _ in range(int(sys.argv[3])):
             call = prepare(sys.argv[1], int(sys.argv[2]))
-            # The processes begin together.
-            everybody.any(False)
+            # A barrier: all processes start at the same time.
+            processes.any(False)
             began, worked = time.perf_counter(), time.process_time()
             found += call()
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - worked)
-        if everybody.writes:
+        if processes.writes:
             print(json.dumps({"seconds": seconds, "busy": busy, "digits": [number.hex() for number in found]}))
 
 

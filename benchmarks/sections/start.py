@@ -1,6 +1,6 @@
-"""How long it takes until one can begin: importing the package, asking the command for help.
+"""Start-up time: the import of the package, and `--help` of the command.
 
-As a program: `python -m sections.start WORD…` says whether `bilevel WORD… --help` imports torch.
+As a program: `python -m sections.start WORD…` prints whether `bilevel WORD… --help` imports torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from harness.timing import Timing
 ORDER = 90
 TITLE = "Start-up"
 WHAT = """
-Wall-clock time of a fresh Python process from its start to its end, by turns. `import bilevel` imports nothing until a
-name is used; the second line uses the names of an ordinary script, which brings torch in. The command must answer
-`--help` before anybody becomes impatient, so it does not import torch for it.
+Wall-clock time of a fresh Python process from its start to its end. The processes take turns. `import bilevel` imports
+nothing until a name is used. "import bilevel and use it" uses the names of an ordinary script, which imports torch. The
+command must answer `--help` quickly, so it does not import torch for it.
 """
 
 IMPORTS = {
@@ -62,19 +62,20 @@ def measure(bench: Bench) -> dict[str, Any]:
 def targets(figures: Figures) -> Iterator[Target]:
     found = figures.named("import")
     for label in list(IMPORTS)[1:]:
-        yield ratio(f"{label}: within 1.15 times torch", "start", found[label], found["import torch"], 1.15)
+        yield ratio(f"{label}: within 1.15 times `import torch`", "start", found[label], found["import torch"], 1.15)
     slowest = max(figures.by_case()["help"], key=lambda timing: timing.median)
     words = f"{slowest.median:.2f} s (`{slowest.label}`, median)"
-    yield Target("help under half a second, whatever the command", "start", slowest.median, 0.5, words)
+    yield Target("`--help` of every command under half a second", "start", slowest.median, 0.5, words)
     words = ", ".join(figures["heavy"]) or f"none of {len(figures.by_case()['help'])}"
-    yield Target("commands whose help imports torch", "start", len(figures["heavy"]), 0, words)
+    yield Target("number of commands whose `--help` imports torch", "start", len(figures["heavy"]), 0, words)
 
 
 def tables(figures: Figures) -> Iterator[Table]:
     cases = figures.by_case()
     whole = case_table("Imports", cases["import"])
-    # Nothing is prepared or compiled here, so the column of first calls would only be one more figure.
-    yield Table(whole.title, whole.columns[:-1], [row[:-1] for row in whole.rows], "Ratio: against `import torch`.")
+    # Nothing is prepared or compiled here, so the column of first calls is left out.
+    note = "Ratio: time relative to `import torch`."
+    yield Table(whole.title, whole.columns[:-1], [row[:-1] for row in whole.rows], note)
     rows = [[t.label, f"{t.minimum * 1e3:.0f}", f"{t.median * 1e3:.0f}"] for t in cases["help"]]
     yield Table("Help", ["command", "minimum, ms", "median, ms"], rows)
 
@@ -91,7 +92,7 @@ def main() -> None:
 
     from bilevel import cli
 
-    assert "torch" not in sys.modules, "the harness imports torch, so nothing can be said about the command"
+    assert "torch" not in sys.modules, "the harness imported torch, so this cannot show whether the command does"
     sys.argv = ["bilevel", *sys.argv[1:], "--help"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         cli.main()

@@ -1,4 +1,4 @@
-"""One hypergradient of a network with ten million weights within a budget of memory.
+"""One hypergradient of a network with ten million weights within a memory budget.
 
 As a program: `python -m sections.ten_million MEMORY STEPS`, with `none` for no budget.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from harness import probe
 from harness.memory import growth
-from harness.timing import ROUGH, Disagreement, distance
+from harness.timing import FLOAT32_TOLERANCE, Disagreement, distance
 
 if TYPE_CHECKING:
     from harness.figures import Figures
@@ -29,8 +29,9 @@ TITLE = "Ten million weights in 2 GB"
 WHAT = """
 A 784 → 3000 → 2550 → 10 tanh network (10,033,060 weights, float32), T = 100 steps of gradient descent, each on its own
 minibatch of 64, and a penalty for each layer. Its 100 iterates take 4 GB. `Reverse(memory="2GB")` keeps those that fit
-and computes the others again. Resident memory is what the operating system saw above a process with the data and the
-start of the network in it, so that the workspace of a step counts; the plan predicted it before the run.
+and computes the others again. Resident memory is the growth that the operating system reports, compared with the same
+process when it has the data and the initial weights. It includes the workspace of a step. The column "predicted" is the
+memory that the plan of `Reverse` predicted before the run.
 """
 
 BUDGETS = {"none": None, "2GB": 2_000_000_000}
@@ -38,8 +39,15 @@ STEPS = 100
 
 
 @dataclass(frozen=True)
-class Budgeted:
-    """What one hypergradient needed within a budget: the smallest of its runs."""
+class BudgetedRun:
+    """The memory and the time of one hypergradient within a memory budget, each the smallest of `runs`.
+
+    Attributes:
+        horizon: T.
+        plan: what was kept and recorded.
+        predicted: the memory that the plan predicted, in bytes.
+        steps: how many steps were run, including replayed ones.
+    """
 
     budget: str
     horizon: int
@@ -61,19 +69,21 @@ def measure(bench: Bench) -> dict[str, Any]:
     found = []
     for budget, replies in answers.items():
         error = distance(np.array(replies[0]["gradient"]), np.array(answers["none"][0]["gradient"]))
-        if not error <= ROUGH:
-            raise Disagreement(f"memory={budget} and no budget differ by {error:.2g} (relative), allowed {ROUGH:g}.")
+        if not error <= FLOAT32_TOLERANCE:
+            raise Disagreement(
+                f"memory={budget} and no budget differ by {error:.2g} (relative), allowed {FLOAT32_TOLERANCE:g}."
+            )
         runs = [[reply["rss"], reply["seconds"]] for reply in replies]
         rss, seconds = (min(column) for column in zip(*runs, strict=True))
         facts = {name: replies[0][name] for name in ("plan", "predicted", "steps")}
-        found.append(Budgeted(budget, steps, rss, seconds=seconds, runs=runs, **facts))
+        found.append(BudgetedRun(budget, steps, rss, seconds=seconds, runs=runs, **facts))
     return {"budgeted": [asdict(row) for row in found]}
 
 
 def targets(figures: Figures) -> Iterator[Target]:
     from harness.targets import Target
 
-    found = {row.budget: row for row in figures.rows(Budgeted, "budgeted")}
+    found = {row.budget: row for row in figures.rows(BudgetedRun, "budgeted")}
     claims = ("Reverse(memory='2GB') stays within 2 GB", "Reverse(memory='2GB') within 2.5 times Reverse()")
     if found["2GB"].horizon < STEPS:
         for claim, limit in zip(claims, (1, 2.5), strict=True):
@@ -88,8 +98,8 @@ def targets(figures: Figures) -> Iterator[Target]:
 def tables(figures: Figures) -> Iterator[Table]:
     from harness.tables import Table
 
-    found = {row.budget: row for row in figures.rows(Budgeted, "budgeted")}
-    columns = ["budget", "resident, MB", "predicted, MB", "plan", "steps run", "seconds", "of no budget"]
+    found = {row.budget: row for row in figures.rows(BudgetedRun, "budgeted")}
+    columns = ["budget", "resident, MB", "predicted, MB", "plan", "steps run", "seconds", "seconds / no budget"]
     rows = [
         [
             row.budget,
@@ -102,8 +112,8 @@ def tables(figures: Figures) -> Iterator[Table]:
         ]
         for row in found.values()
     ]
-    note = "Processor time, one thread, each in a fresh process. *steps run*: without and with a graph."
-    yield Table("One hypergradient within a budget of memory", columns, rows, note)
+    note = "Processor time, one thread, each in a fresh process. *steps run* counts steps with and without a graph."
+    yield Table("One hypergradient within a memory budget", columns, rows, note)
 
 
 def main() -> None:
@@ -141,7 +151,7 @@ def main() -> None:
         method, dynamics = bl.Reverse(memory=memory), bl.GradientDescent(0.05)
         return bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=steps, method=method)
 
-    # The warm-up is a small network, so that the workspace of a step of the large one counts.
+    # The warm-up uses a small network, so that the workspace of a step of the large network is counted.
     small, large = network(784, 30, 20, 10), network(784, 3000, 2550, 10)
     rss, seconds, hg = growth(lambda: [run(small, 3, None) for _ in range(2)], lambda: run(large, steps, budget))
     plan, gradient = hg.stats.plan, [float(leaf) for leaf in hg.grad]

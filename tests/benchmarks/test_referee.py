@@ -248,8 +248,8 @@ def test_an_interrupted_measurement_goes_on_where_it_ended(tmp_path):
     from sections import referee
 
     def contest(fingerprint, **settings):
-        kept = referee.Kept(tmp_path / "runs.jsonl", fingerprint)
-        return referee.Contest(arena(tmp_path), tmp_path / "own", kept, **settings)
+        store = referee.RunStore(tmp_path / "runs.jsonl", fingerprint)
+        return referee.Contest(arena(tmp_path), tmp_path / "own", store, **settings)
 
     interrupted = contest("a").measured("logistic", 0, ["saba", "soba", "srba"])
     assert [next(interrupted), next(interrupted)] == ["saba", "soba"]
@@ -257,7 +257,7 @@ def test_an_interrupted_measurement_goes_on_where_it_ended(tmp_path):
     again = contest("a")
     assert list(again.measured("logistic", 0, ["saba", "soba", "srba"])) == ["saba", "soba", "srba"]
     assert started(tmp_path) == [["saba", "soba", "srba"], ["srba"]]
-    assert [run.solver for run in again.kept.runs] == ["saba", "soba", "srba"]
+    assert [run.solver for run in again.store.runs] == ["saba", "soba", "srba"]
     assert list(contest("a", end=0.0).measured("logistic", 0, ["saba", "amigo"])) == ["saba"]
     assert list(contest("another package").measured("logistic", 0, ["saba"])) == ["saba"]
     assert started(tmp_path)[2:] == [["saba"]]
@@ -266,10 +266,10 @@ def test_an_interrupted_measurement_goes_on_where_it_ended(tmp_path):
 def test_a_solver_that_ends_the_process_is_reported_and_the_others_run(tmp_path):
     from sections import referee
 
-    kept = referee.Kept(tmp_path / "runs.jsonl", "")
-    contest = referee.Contest(arena(tmp_path, dies_at=["soba"]), tmp_path / "own", kept)
+    store = referee.RunStore(tmp_path / "runs.jsonl", "")
+    contest = referee.Contest(arena(tmp_path, dies_at=["soba"]), tmp_path / "own", store)
     assert list(contest.measured("logistic", 2, ["saba", "soba", "srba"])) == ["saba", "soba", "srba"]
-    assert [(run.solver, run.error, run.seed) for run in kept.runs] == [
+    assert [(run.solver, run.error, run.seed) for run in store.runs] == [
         ("saba", "", 2), ("soba", referee.DIED, 2), ("srba", "", 2),
     ]  # fmt: skip
 
@@ -277,11 +277,11 @@ def test_a_solver_that_ends_the_process_is_reported_and_the_others_run(tmp_path)
 def test_later_seeds_take_the_solvers_that_came_furthest(tmp_path):
     from sections import referee
 
-    kept = referee.Kept(tmp_path / "runs.jsonl", "")
+    store = referee.RunStore(tmp_path / "runs.jsonl", "")
     for place, name in enumerate(referee.THEIRS):
-        kept.add(referee.Run("cleaning", 0, name, name, values=[[1.0, 1, 0.9 - place / 100]]))
-    kept.add(referee.Run("cleaning", 0, "bilevel_soba", "", values=[[1.0, 1, 0.5]]))
-    all_of_them = referee.solvers("cleaning", 0, kept, referee.LOOPS, referee.THEIRS)
+        store.add(referee.Run("cleaning", 0, name, name, values=[[1.0, 1, 0.9 - place / 100]]))
+    store.add(referee.Run("cleaning", 0, "bilevel_soba", "", values=[[1.0, 1, 0.5]]))
+    all_of_them = referee.solvers("cleaning", 0, store, referee.LOOPS, referee.THEIRS)
     assert set(all_of_them) == {*referee.LOOPS, *referee.THEIRS}
-    later = referee.solvers("cleaning", 1, kept, referee.LOOPS, referee.THEIRS)
+    later = referee.solvers("cleaning", 1, store, referee.LOOPS, referee.THEIRS)
     assert set(later) == {"bilevel_soba", *referee.THEIRS[-5:]}

@@ -62,10 +62,10 @@ def test_models_are_compared_on_the_folds_that_all_have():
 
     ours = [row("BilevelAdditive", [0.2, 0.4, 0.4, 0.4, 0.4]), row("BilevelAdditive", [0.9] * 5, repeat=1)]
     rows = [*ours, row("RidgeCV", [0.5] * 5), row("EBM", [0.1])]
-    full, rivals = table_report.that_count(table_report.of_first_folds(rows, 5), "regression")
+    full, rivals = table_report.ranked(table_report.of_first_folds(rows, 5), "regression")
     found = table_report.by_table(full)["a"]
     assert rivals == ["RidgeCV"] and found["BilevelAdditive"]["error"] == pytest.approx(0.36)  # of draw 0 alone
-    some, more = table_report.that_count(table_report.of_first_folds(rows, 1), "regression")
+    some, more = table_report.ranked(table_report.of_first_folds(rows, 1), "regression")
     found = table_report.by_table(some)["a"]
     assert more == ["RidgeCV", "EBM"] and found["BilevelAdditive"]["error"] == 0.2 and found["EBM"]["error"] == 0.1
     late = {"task": "regression", "table": "a", "model": "EBM", "repeat": 0, "failed": "too long", "folds": 1}

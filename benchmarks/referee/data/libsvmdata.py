@@ -1,8 +1,8 @@
-"""A stand-in for the package of this name: rows of ijcnn1's sizes made here, for a machine without a network.
+"""A replacement for the package of this name, for a machine without internet access: generated rows in ijcnn1's sizes.
 
-Features are correlated, a third of them matter, and four standard deviations of each are 1: those of ijcnn1 lie between
-−1 and 1, and the published settings of the referee's solvers were found for it. Each seed (`REFEREE_SEED`) is another
-set of rows.
+Features are correlated, and a third of them matter. The standard deviation of each is 1/4, because the features of
+ijcnn1 lie between −1 and 1, and the referee published its solvers' settings for these. Each seed (`REFEREE_SEED`) gives
+other rows.
 """
 
 from __future__ import annotations

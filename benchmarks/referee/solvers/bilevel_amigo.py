@@ -1,4 +1,4 @@
-"""AmIGO of `bilevel`."""
+"""The algorithm `bilevel.AmIGO` as a solver of benchopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BOME of `bilevel`."""
+"""The algorithm `bilevel.BOME` as a solver of benchopt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from referee.bridge import StochasticSolver
 
 
 class Solver(StochasticSolver):
-    """On all samples at once, and shown after every iteration, as the solver of the referee."""
+    """Uses all samples in every iteration and calls the callback after every iteration, like the referee's solver."""
 
     name = "bilevel BOME"
     batch_size = 10**9

@@ -1,4 +1,4 @@
-"""A weight per example: `NewtonLinear` inside, spectral projected gradients outside."""
+"""One weight per example: `NewtonLinear` for the inner problem, spectral projected gradients for the outer one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from referee.objectives import Bridged
 
 
 class Solver(TorchSolver):
-    """The weights σ(λ) themselves are moved, in the box [0, 1]: L is linear in them. w starts from the last one."""
+    """The outer variables are the weights σ(λ) in the box [0, 1], because L is linear in them. w is started warm."""
 
     name = "bilevel SPG, NewtonLinear"
     kinds: ClassVar[tuple[str, ...]] = ("cleaning",)
-    # The factor of the scores in the outer objective; 1 in the referee's.
+    # The factor of the scores in the outer objective. It is 1 in the referee's.
     sharpness = 1.0
 
     def prepare(self, ours: Bridged) -> None:

@@ -1,4 +1,4 @@
-"""MRBO of `bilevel`."""
+"""The algorithm `bilevel.MRBO` as a solver of benchopt."""
 
 from __future__ import annotations
 

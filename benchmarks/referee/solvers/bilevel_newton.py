@@ -1,4 +1,7 @@
-"""A penalty per feature of a logistic regression: `NewtonLinear` inside, spectral projected gradients outside."""
+"""Logistic regression with one penalty per feature.
+
+`NewtonLinear` solves the inner problem, and spectral projected gradients the outer one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from referee.objectives import Bridged
 
 
 class Solver(TorchSolver):
-    """The inner objective declares that it is a linear model, and Newton's method solves it."""
+    """The inner objective is declared as a linear model, so Newton's method can solve it."""
 
     name = "bilevel SPG, NewtonLinear"
     kinds: ClassVar[tuple[str, ...]] = ("logistic",)

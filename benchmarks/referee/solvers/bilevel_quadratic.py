@@ -1,4 +1,4 @@
-"""Quadratics by `Implicit` with conjugate gradients, and L-BFGS-B outside."""
+"""Quadratics: `Implicit` with conjugate gradients for the hypergradient, L-BFGS-B for the outer problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from referee.objectives import Bridged
 
 
 class Solver(TorchSolver):
-    """The mean of quadratics is a quadratic: its matrices are added up once, inside the time."""
+    """The mean of quadratics is a quadratic. Its matrices are averaged once, and the time includes this."""
 
     name = "bilevel LBFGSB, Implicit(CG)"
     kinds: ClassVar[tuple[str, ...]] = ("quadratics",)

@@ -1,4 +1,4 @@
-"""SABA of `bilevel`."""
+"""The algorithm `bilevel.SABA` as a solver of benchopt."""
 
 from __future__ import annotations
 

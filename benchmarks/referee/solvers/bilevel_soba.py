@@ -1,4 +1,4 @@
-"""SOBA of `bilevel`."""
+"""The algorithm `bilevel.SOBA` as a solver of benchopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SRBA of `bilevel`."""
+"""The algorithm `bilevel.SRBA` as a solver of benchopt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from referee.bridge import StochasticSolver
 
 
 class Solver(StochasticSolver):
-    """A mean over all batches every `period_frac` passes over the samples of both levels."""
+    """Computes the mean over all batches once per `period_frac` passes over the samples of both levels."""
 
     name = "bilevel SRBA"
     parameters: ClassVar[dict[str, Any]] = {**StochasticSolver.parameters, "period_frac": [0.5]}

@@ -1,4 +1,4 @@
-"""StocBiO of `bilevel`."""
+"""The algorithm `bilevel.StocBiO` as a solver of benchopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SUSTAIN of `bilevel`."""
+"""The algorithm `bilevel.SUSTAIN` as a solver of benchopt."""
 
 from __future__ import annotations
 

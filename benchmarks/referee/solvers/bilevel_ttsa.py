@@ -1,4 +1,4 @@
-"""TTSA of `bilevel`."""
+"""The algorithm `bilevel.TTSA` as a solver of benchopt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from referee.bridge import StochasticSolver
 
 
 class Solver(StochasticSolver):
-    """Two time scales."""
+    """Step sizes fall like k^−0.4 for w and k^−0.6 for λ: two time scales."""
 
     name = "bilevel TTSA"
     parameters: ClassVar[dict[str, Any]] = {**StochasticSolver.parameters, "n_hia_steps": [10]}
