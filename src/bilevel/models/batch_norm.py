@@ -86,7 +86,8 @@ class BatchNorm(nn.Module):
 
     def _sets(self, x: Tensor) -> Sequence[Tensor]:
         """The sets that are normalised by their own statistics."""
-        return [x] if self.sizes is None else torch.split(x, list(self.sizes))
+        # `torch.split` would copy the gradient of a single set.
+        return [x] if self.sizes is None or len(self.sizes) == 1 else torch.split(x, list(self.sizes))
 
     def note(self, means: Tensor, variances: Tensor) -> None:
         """Append the statistics of every set to `seen`, if that is a list."""
