@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,15 @@ def fingerprint(tree: Tree) -> str:
     return digest.hexdigest()[:16]
 
 
+def without_caches(result: Hypergradient) -> Hypergradient:
+    """The result without an `adjoint` that is not a tensor.
+
+    Some methods keep factorised Hessians there, with the data that they belong to. These are computed again.
+    """
+    kept = result.adjoint if isinstance(result.adjoint, Tensor) else None
+    return replace(result, adjoint=kept, tasks=[without_caches(one) for one in result.tasks])
+
+
 def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
     """A nested state as tensors by name, and the rest as JSON.
 
@@ -120,6 +129,8 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
                 # safetensors refuses tensors that share memory.
                 tensors[name] = value.detach().clone(memory_format=torch.contiguous_format)
             return {"tensor": names[id(value)]}
+        if isinstance(value, Hypergradient):
+            value = without_caches(value)
         if isinstance(value, (Hypergradient, Stats)):
             return {type(value).__name__: {f.name: walk(getattr(value, f.name)) for f in fields(value)}}
         if isinstance(value, Mapping):

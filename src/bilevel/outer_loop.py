@@ -24,7 +24,7 @@ from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.hypergradients import Evaluator
 from bilevel.hyperiterations import Loop, LoopEnded, Part, budget
-from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint
+from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, without_caches
 from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
 from bilevel.outer_sources import Tasks, TaskSource, check_inner_side, listed, with_outer_batch
@@ -249,6 +249,9 @@ class _OuterRun:
 
         def save(k: int) -> None:
             if k and (k % every == 0 or k == self.iterations):
+                if self.previous is not None:
+                    # This run goes on with what is saved, so that a resumed one has the same bits.
+                    self.previous = without_caches(self.previous)
                 previous = None if self.start == "cold" else self.previous
                 if processes.writes:
                     state = {"algorithm": states[0](), "record": record.state(), "previous": previous}

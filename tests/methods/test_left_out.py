@@ -7,7 +7,7 @@ import torch
 
 import bilevel as bl
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models import NewtonLeftOut, NewtonLinear
+from bilevel.methods.linear_models import NewtonLeftOut, NewtonLinear, StaleNewton
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.structures import GroupPenalties, LeftOutLoss, LinearModels, LogLoss, SquaredError
 
@@ -104,6 +104,21 @@ def test_the_hessian_of_other_data_is_not_used():
         warm, cold = (found(built, other, LAM, NewtonLeftOut(), start) for start in (last, None))
         torch.testing.assert_close(warm.value, cold.value, rtol=1e-12, atol=0)
         torch.testing.assert_close(warm.grad, cold.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [NewtonLeftOut(), StaleNewton()])
+def test_a_run_whose_method_keeps_hessians_is_resumed_bit_for_bit(method, tmp_path):
+    built, task = problem(2)
+
+    def run(folder, callbacks=()):
+        settings = {"method": method, "dynamics": bl.GradientDescent(0.01), "steps": 1, "start": "warm"}
+        keeps = {"checkpoint": tmp_path / folder, "checkpoint_every": 3}
+        return bl.solve(built, LAM, task, iterations=8, callbacks=callbacks, **settings, **keeps)
+
+    whole = run("whole")
+    assert whole.outcome.kind == "finished"
+    run("stopped", [lambda here: here.k == 4])
+    assert run("stopped").outer.equal(whole.outer)
 
 
 def test_other_problems_are_refused():

@@ -22,6 +22,7 @@ from bilevel.methods.linear_models.newton_linear import (
 )
 from bilevel.structures.left_out import LeftOutLoss, with_ones
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.losses import RowLoss
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class NewtonLeftOut(LinearModelMethod):
         rows = PenalisedRows(inner, process.bound.task.train, process.bound.lam)
         start, data = start_of(process), (rows.X, rows.y, rows.weight)
         known: Any = process.adjoint
-        if not (isinstance(known, LossHessian) and known.w.equal(start) and same_storage(known.data, data)):
+        if not (isinstance(known, LossHessian) and known.fits(inner, start, data)):
             known = None
         w, scores = minimise(rows, start, rows.cholesky, self.tol, None if known is None else known.solver(rows))
         columns, (outputs, size) = with_ones(X, inner.intercept), w.shape[1:]
-        kept = LossHessian(w, rows.unpenalised_hessians(scores), data)
+        kept = LossHessian(w, rows.unpenalised_hessians(scores), inner.loss, data)
         inverse = torch.cholesky_inverse(kept.factors(rows)[0])
         leverage = _forms(columns, inverse, outputs)
         with torch.enable_grad():
@@ -100,7 +101,12 @@ class LossHessian:
 
     w: Tensor
     matrices: Tensor
+    loss: RowLoss
     data: tuple[Tensor, ...]
+
+    def fits(self, model: LinearModels, w: Tensor, data: tuple[Tensor, ...]) -> bool:
+        """Whether it is the Hessian of this model's losses at w on these data."""
+        return self.loss == model.loss and self.w.equal(w) and same_storage(self.data, data)
 
     def factors(self, rows: PenalisedRows) -> Tensor:
         """The Cholesky factors of the Hessian with the penalties of `rows`."""
