@@ -9,26 +9,25 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.dynamics import gradient
+from bilevel.dynamics import Dynamics
 from bilevel.engine.closures import refuse_closures, refuse_views_of_lam
 from bilevel.engine.derivatives import check_derivatives
 from bilevel.engine.diagnosis import refuse_non_finite_data
 from bilevel.engine.double_backward import TwiceDifferentiable
 from bilevel.engine.graphs import reached
-from bilevel.engine.limits import calls_loss, reached_at_rest
+from bilevel.engine.hidden_derivatives import check_part
+from bilevel.engine.limits import calls_loss
 from bilevel.engine.memory import kind_of
-from bilevel.engine.method import EVERYTHING, Method, Part
+from bilevel.engine.method import Method
 from bilevel.engine.process import Process, call_user, live_copy, what_is
-from bilevel.engine.purity import check_purity
+from bilevel.engine.purity import changing_nothing, check_purity
+from bilevel.engine.reach import FIRST, check_reach, needs_inner_gradient
 from bilevel.engine.recorded import counted, run_uncompiled
 from bilevel.engine.samplers import check_sampler, check_task
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.problem import Problem, Task
 from bilevel.tasks.shards import ShardedSampler, Shards
 from bilevel.trees import Tree
-
-# The step whose objective is checked if there are no steps.
-FIRST = range(1, 2)
 
 
 def check_arguments(problem: Any, lam: Tree, tasks: Any, steps: Any) -> list[Task]:
@@ -106,6 +105,11 @@ def check_lam(lam: Tree) -> None:
                 f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or "
                 ".float(), or move a discrete choice out of λ."
             )
+        if leaf.is_meta or leaf.is_nested:
+            raise BilevelError(
+                f"λ{trees.paths(lam)[index]} is {'on the meta device' if leaf.is_meta else 'a nested tensor'}. Pass "
+                "plain tensors with numbers in them; a dict or list of tensors takes the place of a nested one."
+            )
         if not trees.all_finite(leaf):
             bad = int((~torch.isfinite(leaf)).sum())
             raise DivergenceError(
@@ -131,6 +135,8 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         )
     check_sampler(process)
     if not value_only:
+        if not process.live:
+            refuse_data_made_of_lam(process.lam, process.task)
         _check_differentiable(process, method)
     method.check(process)
     key = (
@@ -159,10 +165,21 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
     check_purity(process, state)
     # A method that uses only values of f_T has its own test of which leaves of λ matter.
     if not value_only and method.outer_derivatives:
-        _check_reach(process, method, state)
+        check_reach(process, method, state)
         _check_derivatives(process, method, state, after)
     process.check_results.prepared = method.prepare(process)
     memory.check_results[key] = process.check_results
+
+
+def refuse_data_made_of_lam(lam: Tree, tasks: Tree) -> None:
+    """Refuse data that were computed from λ outside of the problem: that part of the gradient would be lost."""
+    made = [leaf for leaf in trees.tensors(tasks) if leaf.requires_grad]
+    if made and reached(made, [leaf for leaf in trees.leaves(lam) if leaf.requires_grad]):
+        raise BilevelError(
+            "The task holds a tensor that was computed from λ, and its derivative would be lost. Compute it inside the "
+            "problem, with encode=lambda lam, task: …, or use bilevel.objective, which differentiates it. If it is a "
+            "constant, write .detach()."
+        )
 
 
 def _check_differentiable(process: Process, method: Method) -> None:
@@ -179,12 +196,14 @@ def _check_differentiable(process: Process, method: Method) -> None:
 
 def _check_start(process: Process) -> Any:
     name = "init(lam)" if process.start is None else "the given start"
-    with torch.no_grad():
+    with torch.no_grad(), changing_nothing("init", {"λ": process.variables}):
         state = call_user("init", process.bound.start)
     leaves = trees.leaves(state[0])
     if not leaves:
         raise BilevelError(f"{name} gave no tensors, so there is nothing for the inner problem to learn.")
     for path, leaf in zip(trees.paths(state[0]), leaves, strict=True):
+        if leaf.is_meta or leaf.is_nested or leaf.layout != torch.strided:
+            raise BilevelError(f"{name} gave a w{path} that is sparse, nested or on the meta device. Let it be dense.")
         if not bool(torch.isfinite(leaf).all()):
             raise DivergenceError(f"{name} gave NaN or Inf in w{path}; nothing was computed.", step=0)
     return state
@@ -198,11 +217,12 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
     calls: list[tuple[str, Callable[[], Tensor], Tree]] = [
         ("outer(w, lam, batch)", lambda: bound.outer((w, ())), bound.task.val)
     ]
-    if process.steps or _needs_inner_gradient(method, seen):
+    if process.steps or needs_inner_gradient(method, seen):
         batch = bound.batch((process.times or FIRST)[0])
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
-        with torch.enable_grad():
+        arguments = {"w": points, "λ": process.variables, "the batch": batch}
+        with torch.enable_grad(), changing_nothing(name, arguments):
             value = call_user(
                 name,
                 call,
@@ -246,13 +266,25 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
 
 def _check_derivatives(process: Process, method: Method, state: Any, after: Any) -> None:
     """Compare derivatives with differences, once for all dynamics and all methods that need them."""
-    used = bool(process.steps) or _needs_inner_gradient(method, method.sees(process))
+    used = bool(process.steps) or needs_inner_gradient(method, method.sees(process))
     second = method.second_derivatives and used and process.check_results.uses_inner
-    task = process.bound.task
-    key, known = (second, kind_of(process.variables), kind_of([task.train, task.val])), process.memory.derivatives
-    if process.problem.check_derivatives and key not in known:
+    task, known = process.bound.task, process.memory.derivatives
+    kinds = kind_of(process.variables), kind_of([task.train, task.val])
+    if not process.problem.check_derivatives:
+        return
+    if (second, kinds) not in known:
         check_derivatives(process, state, after, second)
-        known[key] = True
+        known[second, kinds] = True
+    # `encode` is not compared, because it is called once only: it may take long, and may keep statistics.
+    parts: dict[str, Any] = {}
+    if method.sees_dynamics and process.start is None and process.previous is None:
+        parts["init"] = None
+    if method.sees_dynamics and process.steps and not isinstance(process.source, Dynamics):
+        parts["dynamics"] = kind_of(process.source)
+    for name, kind in parts.items():
+        if (name, kind, kinds) not in known:
+            check_part(process, state, after, name)
+            known[name, kind, kinds] = True
 
 
 def _check_step(process: Process, state: Any, recorded: bool) -> Any:
@@ -264,7 +296,8 @@ def _check_step(process: Process, state: Any, recorded: bool) -> Any:
     t = process.times[0]
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
-    with torch.set_grad_enabled(recorded):
+    arguments = {"w": state[0], "its state": state[1], "λ": process.variables, "the batch": bound.task}
+    with torch.set_grad_enabled(recorded), changing_nothing("The dynamics", arguments):
         after, process.check_results.graph_bytes = counted(
             lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
             trees.tensors([process.variables, bound.task, state]),
@@ -296,83 +329,8 @@ def _check_closures(process: Process, method: Method, state: Any, recorded: bool
             refuse_closures(process, "encode", process.encode_again, outputs=process.encoded)
         refuse_closures(process, "init", bound.start)
         refuse_closures(process, "outer", lambda: bound.outer(live), leaves)
-        if process.steps or _needs_inner_gradient(method, method.sees(process)):
+        if process.steps or needs_inner_gradient(method, method.sees(process)):
             t = (process.times or FIRST)[0]
             refuse_closures(process, "inner", lambda: bound.loss(t)(live[0]), leaves)
             if recorded:
                 refuse_closures(process, "dynamics", lambda: bound.step(live, t), leaves)
-
-
-def _check_reach(process: Process, method: Method, state: Any) -> None:
-    """Refuse a leaf of λ that reaches no objective, or only on a path that the method does not differentiate."""
-    seen = method.sees(process)
-    if process.start is not None or (process.previous is not None and process.previous.tangents is None):
-        # init(λ) is not used; a continued run depends on it only through the tangents of forward mode.
-        seen -= {"the start"}
-    reach = _reach(process, method, state)
-    paths = trees.paths(process.lam)
-    for index, path in enumerate(paths):
-        parts = {part for part, leaves in reach.items() if index in leaves}
-        if parts & seen:
-            continue
-        name = type(method).__name__
-        if parts:
-            others = " and ".join(sorted(parts))
-            advice = "Use Reverse() or Forward(), which differentiate the steps."
-            if process.start is not None and parts == {"the start"}:
-                advice = f"init(λ) is not used when the run begins at a given w: remove λ{path}, or use a cold start."
-            elif name == "Truncated":
-                advice = "Use Reverse(), which differentiates all steps."
-            raise BilevelError(
-                f"{name} cannot see λ{path}: it enters through {others} only, and {name} differentiates "
-                f"{' and '.join(sorted(seen))}. The gradient would silently be 0. {advice}"
-            )
-        if not process.allow_unused:
-            raise BilevelError(
-                f"λ{path} reaches neither the inner nor the outer "
-                f"objective{' (with steps=0 the inner one is never used)' if not process.steps else ''}, so its "
-                "gradient would always be zero. Remove it from λ, use it, or pass allow_unused=True. (A .detach(), "
-                ".item() or torch.no_grad() on the way cuts it off too.)"
-            )
-
-
-def _needs_inner_gradient(method: Method, seen: frozenset[Part]) -> bool:
-    """Whether a method needs the gradient of the inner objective at w_T, even if there are no steps."""
-    return not method.sees_dynamics and "the inner objective" in seen
-
-
-def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]:
-    """The leaves of λ that enter each part, read from the autograd graphs of Φ_0, ∇L, Φ_t and E."""
-    bound, variables = process.bound, process.variables
-    reach: dict[Part, set[int]] = {part: set() for part in EVERYTHING}
-
-    def note(part: Part, outputs: Tree, indices: set[int] | None = None) -> None:
-        for index in reached(trees.leaves(outputs), variables) if indices is None else indices:
-            if index < process.outer_count:
-                reach[part].add(index)
-            else:
-                reach[part] |= process.reached_by_encoded(index - process.outer_count)
-
-    with torch.enable_grad():
-        note("the start", process.problem.init(bound.lam))
-        note("the outer objective", bound.outer(state))
-        all_leaves = set(range(process.outer_count))
-        # A leaf that the first step does not reach may be reached by a later one. With allow_unused this is not tested.
-        times = process.times or (FIRST if _needs_inner_gradient(method, method.sees(process)) else FIRST[:0])
-        for t in times[:1] if process.allow_unused else times:
-            if not method.second_derivatives:
-                # The step need not be differentiable: the result is read from the objective and the settings.
-                note("the inner objective", bound.loss(t)(state[0]))
-                note("the dynamics", list(vars(bound.dynamics).values()))
-                break
-            if process.check_results.uses_inner:
-                note("the inner objective", gradient(bound.loss(t), state[0]))
-            at_rest = bound.dynamics.stationary_step(bound.loss(t), state[0], t)
-            found = reached_at_rest(bound, variables, state[0], t) if at_rest is None and not method.exact else None
-            note("the fixed point", at_rest, found)
-            everything = {i for i in reached(trees.leaves(bound.step(state, t)), variables) if i < process.outer_count}
-            reach["the dynamics"] |= everything - reach["the inner objective"]
-            # A setting with a value per step is reached by a later step; usually the first step is enough.
-            if set().union(*reach.values()) >= all_leaves:
-                break
-    return reach

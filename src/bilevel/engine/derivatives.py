@@ -6,8 +6,8 @@ differentiates the rest without an error. A difference of two gradients is not a
 
 The check must not report a kink as an error. Derivatives are compared at a point that was moved at random, so that no
 kink lies exactly there, with central differences of decreasing width. Agreement at one width is enough. A problem is
-refused only if autograd disagrees at three points, and at each of them two differences agree with each other ten times
-better than with autograd.
+refused only if autograd disagrees at three points (two, if the functions fail at one), and at each of them two
+differences agree with each other ten times better than with autograd.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def compare_with_differences(
     what, of = WORDS[name, order]
     first_order = ", or use FirstOrder(), which takes first derivatives only." if order == "second" else "."
     try:
-        disagreement = _find_disagreement(objectives, function, scalar, ends)
+        disagreement = find_disagreement(objectives, function, scalar, ends)
     except Undefined as error:
         raise BilevelError(
             f"{name} has no {order} derivative, and {'Hessians of f_T' if order == HIGHER[name] else 'hypergradients'} "
@@ -184,7 +184,7 @@ def compare_with_differences(
         )
 
 
-def _find_disagreement(
+def find_disagreement(
     objectives: Objectives,
     function: Callable[[Tensors], Tensors],
     scalar: Callable[[Tensors], Tensor],
@@ -194,8 +194,8 @@ def _find_disagreement(
     precision = _precision(scalar, [*ends[0], *objectives.process.variables])
     if precision is None:
         return None
-    disagreeing, disagreement = objectives.groups(), None
-    for point in _points(objectives.process, ends, precision.dtype):
+    disagreeing, disagreement, computed = objectives.groups(), None, 0
+    for point in points(objectives.process, ends, precision.dtype):
         try:
             derivatives, size = _by_autograd(function, point)
             found = {
@@ -203,11 +203,14 @@ def _find_disagreement(
                 for name, group in disagreeing.items()
             }
         except FAILURES:
-            return None
+            continue  # the function may be undefined there, for example at a negative λ
+        computed += 1
         disagreeing = {name: group for name, group in disagreeing.items() if found[name] is not None}
         if not disagreeing:
             return None
         disagreement = next(item for item in found.values() if item is not None)
+    if computed < 2:
+        return None
     # Differences in single precision are so wide that they cross many kinks of a large network. So in single precision
     # only custom Python functions can be refused.
     return disagreement if precision is DOUBLE or _has_python_node(scalar, objectives, ends[0]) else None
@@ -249,9 +252,9 @@ def _by_autograd(function: Callable[[Tensors], Tensors], point: Point) -> tuple[
     live = [x.detach().requires_grad_() for x in point.tensors]
     with torch.enable_grad():
         outputs = function(live)
-    weights = _weights(outputs, point)
-    size = sum(float((u * out.detach()).abs().sum()) for u, out in zip(weights, outputs, strict=True))
-    pairs = [(out, u) for out, u in zip(outputs, weights, strict=True) if out.requires_grad]
+    factors = weights(outputs, point)
+    size = sum(float((u * out.detach()).abs().sum()) for u, out in zip(factors, outputs, strict=True))
+    pairs = [(out, u) for out, u in zip(outputs, factors, strict=True) if out.requires_grad]
     if not pairs:
         return [0.0] * len(live), size
     heads, cotangents = zip(*pairs, strict=True)
@@ -264,18 +267,19 @@ def _by_autograd(function: Callable[[Tensors], Tensors], point: Point) -> tuple[
     ], size
 
 
-def _weights(outputs: Tensors, point: Point) -> Tensors:
-    """The weights of the sum: u for a gradient, 1 for a value."""
+def weights(outputs: Tensors, point: Point) -> Tensors:
+    """The weights of the sum: u for a gradient, 1 for a value, others for anything else."""
     if len(outputs) == len(point.u) and all(out.shape == u.shape for out, u in zip(outputs, point.u, strict=True)):
         return point.u
-    return [torch.ones_like(out) for out in outputs]
+    noise = Noise(1)
+    return [torch.ones_like(out) if out.ndim == 0 else noise(out) for out in outputs]
 
 
 def _weighted(outputs: Tensors, point: Point) -> float:
-    return sum(float((u * out).sum()) for u, out in zip(_weights(outputs, point), outputs, strict=True))
+    return sum(float((u * out).sum()) for u, out in zip(weights(outputs, point), outputs, strict=True))
 
 
-def _points(process: Process, ends: tuple[Tensors, Tensors], dtype: torch.dtype | None) -> Iterator[Point]:
+def points(process: Process, ends: tuple[Tensors, Tensors], dtype: torch.dtype | None) -> Iterator[Point]:
     """Two points near the segment from w_0 to w_1, with random directions; then one on the segment, with w and λ
     themselves as directions, which keep symmetric matrices symmetric."""
     noise = Noise(0)

@@ -1,8 +1,10 @@
-"""Check that a step and E give the same result when they are computed again: methods that replay steps, and those that
-compare values of E, rely on it."""
+"""Check that the start, a step and E give the same result when they are computed again, and change nothing in place:
+methods that replay steps, and those that compare values of E, rely on it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +14,16 @@ from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
+from bilevel.trees import Tree
 
 
 def check_purity(process: Process, state: State) -> None:
-    """Run the first step twice, once per problem, and E. ∇L is computed twice too, because a projection, a sign or
-    clipping in the first step may hide a random ∇L."""
+    """Compute init, E and the first step twice, once per problem. ∇L is computed twice too, because a projection, a
+    sign or clipping in the first step may hide a random ∇L."""
     bound = process.bound
+    if process.start is None and process.previous is None:
+        with torch.no_grad():
+            refuse_impure(bound.start(), bound.start(), "init(λ) gave another start")
     with torch.enable_grad():  # an outer objective may take gradients itself
         refuse_impure(bound.outer(state), bound.outer(state), "The outer objective gave another value")
     if process.steps:
@@ -35,8 +41,25 @@ def refuse_impure(first: Any, again: Any, what: str) -> None:
         if trees.is_variable(one) and not _alike(one.detach(), two.detach()):
             raise BilevelError(
                 f"{what} when it was computed again, so something in it is not a pure function of (w, λ, t, batch): "
-                "dropout without a seed, or a sampler with hidden state. Make random masks and batches functions of t, "
-                "for example with torch.Generator().manual_seed(t), or call .eval() on the module."
+                "random numbers or dropout without a seed, or a sampler with hidden state. Draw a random start once, "
+                "outside of init. Make random masks and batches functions of t, for example with "
+                "torch.Generator().manual_seed(t), or call .eval() on the module."
+            )
+
+
+@contextmanager
+def changing_nothing(name: str, arguments: dict[str, Tree]) -> Iterator[None]:
+    """Refuse a function that changes one of its arguments in place: autograd does not see it, or sees it too late."""
+    tensors = [(part, leaf) for part, tree in arguments.items() for leaf in trees.tensors(tree)]
+    # Tensors that were made in inference mode have no version.
+    versions = [None if leaf.is_inference() else leaf._version for _, leaf in tensors]
+    yield
+    for (part, leaf), version in zip(tensors, versions, strict=True):
+        if version is not None and leaf._version != version:
+            raise BilevelError(
+                f"{name} changed {part} in place (a tensor of shape {list(leaf.shape)}). A function of a problem must "
+                "leave its arguments as they are, or hypergradients would be wrong. Compute a new tensor: w = w - lr * "
+                "g instead of w -= lr * g, x.clamp(…) instead of x.clamp_(…)."
             )
 
 

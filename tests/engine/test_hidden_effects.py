@@ -1,0 +1,159 @@
+"""Effects of λ that autograd does not see, random starts, and functions that change their arguments in place."""
+
+import pytest
+import torch
+
+import bilevel as bl
+
+LAM = torch.tensor([0.1, -0.2, 0.3])
+DESCENT = bl.GradientDescent(0.1)
+STEP_METHODS = [bl.Unrolled(), bl.Reverse(), bl.Forward(), bl.Truncated(2)]
+
+
+def data(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(16, 3, generator=draw), torch.randn(16, generator=draw)
+
+
+def task():
+    return bl.Task(data(0), data(1))
+
+
+def error(w, batch):
+    return ((batch[0] @ w - batch[1]) ** 2).mean()
+
+
+def inner(w, lam, batch):
+    return error(w, batch) + (lam.exp() * w**2).sum()
+
+
+def outer(w, lam, batch):
+    return error(w, batch)
+
+
+def zeros(lam):
+    return torch.zeros(3)
+
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+
+
+def refused(problem, match, lam=LAM, method=None, dynamics=DESCENT, given=None):
+    with pytest.raises(bl.BilevelError, match=match):
+        bl.hypergradient(problem, lam, given or task(), dynamics=dynamics, steps=5, method=method or bl.Reverse())
+
+
+@pytest.mark.parametrize("method", [*STEP_METHODS, bl.Spectral()])
+def test_a_setting_that_is_read_from_an_entry_of_lam_as_a_number(method):
+    problem = bl.Problem(lambda w, lam, batch: error(w, batch) + lam[0].exp() * (w**2).sum(), outer, zeros)
+    lam = torch.tensor([-1.0, -3.0])
+    refused(
+        problem,
+        "derivatives of dynamics are not what autograd says",
+        lam,
+        method,
+        lambda lam: bl.GradientDescent(float(lam[1].detach().exp())),
+    )
+    right = bl.hypergradient(
+        problem, lam, task(), dynamics=lambda lam: bl.GradientDescent(lam[1].exp()), steps=5, method=bl.Reverse()
+    )
+    assert right.grad[1] != 0
+
+
+def test_a_step_size_from_the_curvature_at_a_detached_lam_is_allowed():
+    problem = bl.Problem(inner, outer, zeros)
+    dynamics = lambda lam: bl.GradientDescent(1 / (4 + 2 * float(lam.detach().exp().max())))  # noqa: E731
+    found = bl.hypergradient(problem, LAM, task(), dynamics=dynamics, steps=2000, method=bl.Reverse())
+    limit = bl.hypergradient(problem, LAM, task(), dynamics=DESCENT, steps=2000, method=bl.Implicit())
+    torch.testing.assert_close(found.grad, limit.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("hidden", [lambda lam: lam.detach() * lam, WrongBackward.apply])
+def test_a_derivative_that_is_hidden_in_init(hidden):
+    refused(bl.Problem(inner, outer, hidden), "derivatives of init are not what autograd says")
+    allowed = bl.Problem(inner, outer, hidden, check_derivatives=False)
+    bl.hypergradient(allowed, LAM, task(), dynamics=DESCENT, steps=5)
+
+
+@pytest.mark.parametrize("method", [*STEP_METHODS, bl.ZeroOrder(), bl.FiniteDifference(), bl.F2SA()])
+def test_a_random_start(method):
+    refused(bl.Problem(inner, outer, lambda lam: lam * torch.randn(3)), "init.*gave another start", method=method)
+    start = torch.randn(3)
+    bl.hypergradient(bl.Problem(inner, outer, lambda lam: start), LAM, task(), dynamics=DESCENT, steps=5, method=method)
+
+
+@pytest.mark.parametrize("method", [*STEP_METHODS, bl.Implicit()])
+@pytest.mark.parametrize("reads_lam", [False, True])
+def test_a_step_in_place(method, reads_lam):
+    def step(loss, w, state, t):
+        slope = bl.gradient(loss, w)
+        with torch.no_grad():
+            w -= 0.1 * slope
+        return w, state
+
+    problem = bl.Problem(inner, lambda w, lam, batch: error(w, batch) + reads_lam * (lam**2).sum(), zeros)
+    refused(problem, "The dynamics changed w in place", method=method, dynamics=step)
+
+
+@pytest.mark.parametrize("name", ["inner", "outer"])
+@pytest.mark.parametrize(("place", "argument"), [(0, "w"), (1, "λ"), (2, "the batch")])
+def test_an_objective_that_changes_its_arguments_in_place(name, place, argument):
+    functions = {"inner": inner, "outer": outer}
+
+    def changed(w, lam, batch):
+        with torch.no_grad():
+            (w, lam, batch[0])[place].clamp_(-0.1, 0.1)
+        return functions[name](w, lam, batch)
+
+    problem = bl.Problem(**{**functions, name: changed}, init=zeros)
+    refused(problem, f"{name}.* changed {argument} in place")
+
+
+@pytest.mark.parametrize("method", STEP_METHODS)
+def test_a_step_that_detaches_the_gradient(method):
+    def step(loss, w, state, t):
+        return w - 0.1 * bl.gradient(loss, w).detach(), state
+
+    refused(bl.Problem(inner, outer, zeros), "reaches neither", method=method, dynamics=step)
+
+
+def test_data_that_were_computed_from_lam():
+    lam = LAM.clone().requires_grad_()
+    problem, (X, y) = bl.Problem(inner, outer, zeros), data()
+    made = bl.Task((X * lam.cos(), y), data(1))
+    refused(problem, "computed from λ", lam, given=made)
+    with pytest.raises(bl.BilevelError, match="computed from λ"):
+        bl.solve(problem, lam, made, dynamics=DESCENT, steps=5, iterations=1)
+    (right,) = torch.autograd.grad(bl.objective(problem, lam, made, dynamics=DESCENT, steps=5), lam)
+    encoded = bl.Problem(inner, outer, zeros, lambda lam, task: bl.Task((X * lam.cos(), y), task.val))
+    same = bl.hypergradient(encoded, LAM, task(), dynamics=DESCENT, steps=5)
+    torch.testing.assert_close(same.grad, right)
+
+
+def test_a_comparison_that_fails_at_one_point_is_made_at_the_others():
+    """λ = 0 is the border of where the inner objective is defined."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, g):
+            return 2 * g * ctx.saved_tensors[0]
+
+    def bounded(w, lam, batch):
+        if bool((lam < 0).any()):
+            raise ValueError("λ must not be negative")
+        return Square.apply(batch[0] @ w - batch[1]).mean() + (lam * w**2).sum()
+
+    refused(bl.Problem(bounded, outer, zeros), "derivatives of inner are not what autograd says", torch.zeros(3))
