@@ -248,3 +248,45 @@ def test_the_bound_on_a_hypergradient_holds_away_from_the_minimiser(encoded):
     assert mu > 0 and all(error <= bound for bound, error in ratios)
     # v is 30 % off and the vector far away: the bound is not much more than their sum.
     assert ratios[2][0] < 20 * ratios[2][1] and ratios[3][0] < 1e-9
+
+
+@pytest.mark.parametrize("as_result", [False, True])
+def test_starts_of_several_tasks(as_result):
+    problem, one, _ = ridge(0)
+    _, two, _ = ridge(1)
+    lam, run = torch.full((12,), 0.5), {"dynamics": bl.HeavyBall(0.004, 0.8), "steps": 5}
+    starts = [torch.ones(12), -torch.ones(12)]
+    if as_result:
+        starts = bl.hypergradient(problem, lam, [one, two], **run)
+    given = {**run, "method": bl.Reverse()}
+    certificate = bl.certify(problem, lam, [one, two], start=starts, **given)
+    expected = bl.hypergradient(problem, lam, [one, two], start=starts, **given)
+    assert certificate.value == pytest.approx(float(expected.value), rel=1e-12)
+    each = zip([one, two], starts.tasks if as_result else starts, strict=True)
+    apart = [bl.certify(problem, lam, task, start=start, **given) for task, start in each]
+    assert certificate.hypergradient_error == max(c.hypergradient_error for c in apart)
+    assert certificate.hypergradient_error > 0
+    with pytest.raises(bl.BilevelError, match="start must be a list with one entry for each of the 2 tasks"):
+        bl.certify(problem, lam, [one, two], start=torch.ones(12), **run)
+
+
+def test_steps_are_not_counted_from_an_earlier_result():
+    problem, task, _ = ridge(0)
+    lam, run = torch.full((12,), 0.5), {"dynamics": bl.Adam(0.1), "steps": 5}
+    certificate = bl.certify(problem, lam, task, start=bl.hypergradient(problem, lam, task, **run), **run)
+    with pytest.raises(bl.BilevelError, match="begins at a w"):
+        certificate.smallest_steps(1e-4)
+
+
+def test_no_bound_on_a_hypergradient_at_a_kink():
+    """Gradient descent circles around the kink of |w|, where Newton's method does not reach ∇L = 0."""
+    x = torch.tensor([0.1, 3.0, -0.2])
+    problem = bl.Problem(
+        inner=lambda w, lam, x: 0.5 * ((w - x) ** 2).sum() + (lam.exp() * w.abs()).sum(),
+        outer=lambda w, lam, x: ((w - 1) ** 2).sum(),
+        init=lambda lam: torch.full((3,), 0.33),
+    )
+    run = {"dynamics": bl.GradientDescent(0.1), "steps": 1000, "method": bl.Implicit()}
+    certificate = bl.certify(problem, torch.zeros(3), bl.Task(x, torch.zeros(1)), **run)
+    assert math.isinf(certificate.hypergradient_error) and math.isinf(certificate.hypergradient_bound)
+    assert "no bound on the hypergradient" in certificate.outcome.lower()

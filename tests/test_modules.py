@@ -78,3 +78,14 @@ def test_the_module_is_not_changed():
     w["2.weight"].zero_()
     apply(w, torch.ones(1, 3).double())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused(register):
+    """They would not be called: the gradient is taken in copies."""
+    net = network()
+    handle = getattr(net[2].bias, register)(lambda g: None)
+    with pytest.raises(bl.BilevelError, match=r"'2\.bias' has a hook"):
+        bl.functional(net)
+    handle.remove()
+    bl.functional(net)

@@ -12,6 +12,7 @@ import torch
 
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
+from bilevel.engine.calls import continued, one_each
 from bilevel.engine.checks import check_arguments, check_process
 from bilevel.engine.curvature import contraction_rate, hessian
 from bilevel.engine.diagnosis import explain_divergence
@@ -19,7 +20,7 @@ from bilevel.engine.memory import memory_of
 from bilevel.engine.method import Method
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning, Outcome
-from bilevel.hypergradients import hypergradient
+from bilevel.hypergradients import Evaluator, Start, hypergradient
 from bilevel.linear_solvers.lanczos import lanczos
 from bilevel.methods.implicit import Implicit
 from bilevel.methods.implicit.error_bound import error_bound
@@ -27,6 +28,9 @@ from bilevel.methods.implicit.near_minimiser import NearMinimiser, near_minimise
 from bilevel.methods.unrolled import Unrolled
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
+
+# The distance of u from w_λ, as a share of ‖w‖, up to which derivatives at u are those at w_λ.
+SAME_POINT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Certificate:
         hypergradient_relative: that estimate divided by ‖∇f(λ)‖.
         hypergradient_bound: a bound on ‖g − ∇f(λ)‖, as `error_bound` derives it from μ, the residual of the linear
             system, and norms of second derivatives at u. μ, unless it was given, and these norms are estimates by
-            Lanczos' method. Infinite if L has no third derivative, None for proximal dynamics.
+            Lanczos' method. Infinite if L has no third derivative, None for proximal dynamics. Estimate and bound are
+            infinite if ∇L is not almost zero at u, as at a kink of L.
         residual: relative residual of that method's linear system, if it solves one.
         outcome: a sentence that says what the bounds rest on, or why there are none.
     """
@@ -129,7 +134,7 @@ def certify(
     mu: float | None = None,
     nu: float | None = None,
     products: int = 200,
-    start: Tree | None = None,
+    start: Start = None,
 ) -> Certificate:
     """Bound ‖w_T − w_λ‖ and |f_T(λ) − f(λ)| a posteriori.
 
@@ -150,15 +155,10 @@ def certify(
         BilevelWarning: if the step size lies above its limit.
     """
     tasks = check_arguments(problem, lam, task, steps)
+    evaluator = Evaluator(problem, dynamics, steps, allow_unused=True, memory=memory_of(problem))
     certificates = [
-        _certify(
-            Process(problem, lam, one, dynamics, steps, start, allow_unused=True, memory=memory_of(problem)),
-            method,
-            mu,
-            nu,
-            products,
-        )
-        for one in tasks
+        _certify(evaluator.process(lam, one, begin), method, mu, nu, products)
+        for one, begin in zip(tasks, one_each(start, tasks, task, "start"), strict=True)
     ]
     result = certificates[0] if not isinstance(task, (list, tuple)) else _worst(certificates)
     if result.step_ok is False:
@@ -179,7 +179,8 @@ def _certify(process: Process, method: Method | None, mu: float | None, nu: floa
             "training set: Task(train=all_of_it, val=…)."
         )
     check_process(process, Unrolled() if bound.dynamics.differentiable else Implicit())
-    state = process.run()
+    with continued(process):
+        state = process.run()
     if not trees.all_finite(state):
         explain_divergence(process)
     w, t = state[0], max(process.times.stop - 1, 1)
@@ -217,7 +218,8 @@ def _certify(process: Process, method: Method | None, mu: float | None, nu: floa
 
     limits = near_minimiser(process, w, t, smallest, nu)
     certificate["gradient_norm"] = limits.gradient_norm
-    errors = _hypergradient_error(process, method, limits, smallest) if math.isfinite(limits.radius) else {}
+    reached = _reached(limits, w, smallest, nu)
+    errors = _hypergradient_error(process, method, limits, smallest, reached) if math.isfinite(limits.radius) else {}
     mu_source = (
         "given"
         if mu is not None or spectrum is None
@@ -233,17 +235,38 @@ def _certify(process: Process, method: Method | None, mu: float | None, nu: floa
         f"The bounds hold if the curvature of L stays above μ = {smallest:.3g} ({mu_source}) between w_T and w_λ; on a "
         "quadratic it does."
     )
+    if errors and not reached:
+        sentence += (
+            f" There is no bound on the hypergradient, because w_λ is known only to ±{limits.radius:.3g}, as happens "
+            "at a kink of L. Use a proximal dynamics for a kink, such as ISTA, or take more steps."
+        )
     return Certificate(
         **certificate,
         inner_distance=limits.distance(w),
         value_gap=limits.value_gap(w, value),
         outcome=Outcome("finished", sentence),
-        search=limits.smallest_steps,
+        search=limits.smallest_steps if process.previous is None else _refuse_to_count,
         **errors,
     )
 
 
-def _hypergradient_error(process: Process, method: Method | None, limits: NearMinimiser, mu: float) -> dict[str, Any]:
+def _refuse_to_count(gap: float, limit: int) -> int:
+    raise BilevelError(
+        "smallest_steps counts the steps of a run that begins at a w, and this certificate is about a run that "
+        "continues an earlier result. Pass start=result.inner, or leave start out."
+    )
+
+
+def _reached(limits: NearMinimiser, w: Tree, mu: float, nu: float) -> bool:
+    """Whether u is the minimiser up to a millionth of ‖w‖, or up to rounding."""
+    rounding = 100 * torch.finfo(trees.leaves(w)[0].dtype).eps * max(nu / mu, 1.0)
+    size = max(float(trees.norm(w)), float(trees.norm(limits.u)))
+    return limits.radius <= max(SAME_POINT, rounding) * size or limits.radius * mu <= 1e-13 * limits.gradient_norm
+
+
+def _hypergradient_error(
+    process: Process, method: Method | None, limits: NearMinimiser, mu: float, reached: bool
+) -> dict[str, Any]:
     """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to ‖u − w_λ‖."""
     if method is None:
         return {}
@@ -254,9 +277,12 @@ def _hypergradient_error(process: Process, method: Method | None, limits: NearMi
         dynamics=process.source,
         steps=process.steps,
         method=method,
-        start=process.start,
+        start=process.start if process.previous is None else process.previous,
         allow_unused=True,
     )
+    if not reached:
+        unknown = dict.fromkeys(("hypergradient_error", "hypergradient_relative", "hypergradient_bound"), math.inf)
+        return {**unknown, "residual": found.stats.residual}
     at_limit = Process(
         process.problem,
         process.lam,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import pickle
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -159,8 +162,18 @@ def _form(process: Process) -> Hashable:
     """The properties of a process, besides its functions, that compiled code relies on."""
     tensors = [form_of(x) for x in (*process.variables, *process.data())]
     both = process.lam, process.task
-    structure = process.lam_spec, process.task_spec, key_orders(both), trees.settings(both), process.constants()
-    return structure, ambient_state(), process.allow_unused, process.times, tuple(tensors)
+    structure = process.lam_spec, process.task_spec, key_orders(both), trees.settings(both)
+    constants = tuple(map(_content, process.constants()))
+    return structure, constants, ambient_state(), process.allow_unused, process.times, tuple(tensors)
+
+
+def _content(leaf: Any) -> str:
+    """A constant of the task in a form that can be compared."""
+    # repr abbreviates long arrays and tables. pickle does not, but knows functions by their names only.
+    if not callable(leaf):
+        with contextlib.suppress(Exception):
+            return hashlib.sha256(pickle.dumps(leaf)).hexdigest()
+    return repr(leaf)
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:

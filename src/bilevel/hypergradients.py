@@ -17,6 +17,7 @@ from bilevel import trees
 from bilevel.distributed import World
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.engine.any_order import any_order, check_higher_derivatives
+from bilevel.engine.calls import check_adjoint, continued, one_each, refuse_changed_data, versions
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.memory import Memory, memory_of
@@ -145,8 +146,9 @@ def _in_graph(evaluator: Evaluator, lam: Tree, task: Task | Sequence[Task], meth
             return evaluator.gradient(lam, task, method).value
     # vmap may have batched the data. Passed as inputs, the tensors reach the function without the batch axis.
     data = trees.tensors(task) if transformed else []
+    unchanged = () if transformed else versions(task)
     guard = NoOtherTensors if transformed else contextlib.nullcontext
-    call = _Call(evaluator, spec, task, method, len(data), guard)
+    call = _Call(evaluator, spec, task, method, len(data), guard, unchanged)
     return WithKnownGradient.apply(call, len(data), *data, *leaves)[0]  # type: ignore[no-untyped-call]
 
 
@@ -186,8 +188,10 @@ class Evaluator:
         """`hypergradient` of this problem."""
         chosen = as_method(method)
         tasks = check_arguments(self.problem, lam, task, self.steps)
-        starts = _one_each(start, tasks, task, "start")
-        adjoints = _one_each(adjoint, tasks, task, "adjoint")
+        starts = one_each(start, tasks, task, "start")
+        adjoints = one_each(adjoint, tasks, task, "adjoint")
+        for one in adjoints:
+            check_adjoint(one)
 
         def result(i: int) -> Hypergradient:
             return self._of_one_task(self.process(lam, tasks[i], starts[i], adjoint=adjoints[i], drawn=drawn), chosen)
@@ -204,10 +208,10 @@ class Evaluator:
         """f_T alone."""
         tasks = check_arguments(self.problem, lam, task, self.steps)
         values = []
-        for one, begin in zip(tasks, _one_each(start, tasks, task, "start"), strict=True):
+        for one, begin in zip(tasks, one_each(start, tasks, task, "start"), strict=True):
             process = self.process(lam, one, begin, allow_unused=True)
             check_process(process, Unrolled(), value_only=True)
-            with torch.no_grad():
+            with torch.no_grad(), continued(process):
                 values.append(process.bound.outer(process.run()).detach())
             if not bool(torch.isfinite(values[-1])):
                 explain_divergence(process)
@@ -223,13 +227,15 @@ class Evaluator:
         began = time.perf_counter()
         reason = None
         if method is None:
-            result, reason = run_best(process)
+            with continued(process):
+                result, reason = run_best(process)
             if self.memory.reason != reason:
                 self.memory.reason = reason
                 logger.info(reason)
         else:
             check_process(process, method)
-            result = method(process)
+            with continued(process):
+                result = method(process)
         return finished(process, result, began, reason)
 
 
@@ -253,6 +259,7 @@ class _Call:
     method: Method | None
     data: int
     guard: Callable[[], AbstractContextManager[Any]]
+    data_versions: tuple[int, ...]
 
     def evaluate(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
         """f_T and ∇f_T by the method."""
@@ -270,6 +277,8 @@ class _Call:
                 "Hessian, or within another problem), and has none: its gradient is an approximation, which is not the "
                 "derivative of its value. Pass method=Reverse() or another exact method."
             )
+        if not self.data:
+            refuse_changed_data(self.task, self.data_versions)
         lam, task = self._arguments(tensors)
         tasks = [task] if isinstance(task, Task) else task
         for one in tasks:
@@ -332,22 +341,6 @@ def as_method(method: Any) -> Method | None:
         f"method={method!r} is not a method. Pass an instance such as Reverse(), Forward() or Implicit(CG()), or the "
         "word 'auto'."
     )
-
-
-def _one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]:
-    if not isinstance(given, (list, tuple)):
-        if isinstance(value, Hypergradient) and value.tasks:
-            raise BilevelError(
-                f"{name} is a result for a list of tasks, but one task was passed. Pass one of its `.tasks`."
-            )
-        return [value]
-    if value is None:
-        return [None] * len(tasks)
-    if isinstance(value, Hypergradient):
-        value = value.tasks
-    if not isinstance(value, (list, tuple)) or len(value) != len(tasks):
-        raise BilevelError(f"{name} must be a list with one entry for each of the {len(tasks)} tasks.")
-    return list(value)
 
 
 def _mean(results: list[Hypergradient]) -> Hypergradient:

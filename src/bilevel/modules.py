@@ -32,6 +32,7 @@ def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]
     >>> sorted(functional(layer)[0])
     ['bias']
     """
+    refuse_hooks(module)
     copies = {name: (value.requires_grad, value.detach().clone()) for name, value in module.named_parameters()}
     parameters = {name: value for name, (trained, value) in copies.items() if trained}
     frozen = {name: value for name, (trained, value) in copies.items() if not trained}
@@ -42,6 +43,17 @@ def functional(module: nn.Module) -> tuple[dict[str, Tensor], Callable[..., Any]
         )
 
     return parameters, functools.partial(_apply, module, frozen)
+
+
+def refuse_hooks(module: nn.Module) -> None:
+    """Refuse hooks on the gradients of parameters, because gradients are taken with respect to copies."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise BilevelError(
+                f"The parameter {name!r} has a hook, which would never be called: gradients are taken with respect to "
+                "copies of the parameters. Remove it, and change the gradient in the dynamics, or freeze a parameter "
+                "with requires_grad_(False)."
+            )
 
 
 def _apply(module: nn.Module, frozen: dict[str, Tensor], values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:

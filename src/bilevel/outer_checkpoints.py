@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.distributed import World
+from bilevel.dynamics import as_function_of_lam
 from bilevel.engine.method import Hypergradient, Stats
+from bilevel.engine.process import call_user
 from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.hypergradients import Evaluator, as_method
 from bilevel.training.checkpoints import Checkpoints
 from bilevel.training.folder import differences
 from bilevel.trees import Tree
@@ -73,10 +77,23 @@ class OuterCheckpoints:
             raise BilevelError(f"The checkpoints in {self.folder} are not those of solve(…). Pass another folder.")
         other = differences(facts["run"], self.run, free=set())
         if other:
-            raise BilevelError(
-                f"The checkpoints in {self.folder} are those of another run ({'; '.join(other)}). Pass the arguments "
-                "of that run to go on with it, or another folder to begin a new run."
-            )
+            self._refuse(other)
+
+    def check_value(self, before: Tensor, now: float | None, first: float) -> None:
+        """Refuse the checkpoints if f_T has another value now at their last λ: functions cannot be compared."""
+        # The order of a sum, and with it the rounding, may depend on the machine. A value near zero has the rounding
+        # errors of larger numbers, for which the first value stands.
+        eps = torch.finfo(before.dtype).eps
+        tolerance = eps**0.5 * abs(float(before)) + 100 * eps * abs(first)
+        if now is not None and not abs(now - float(before)) <= tolerance:
+            there = f"f_T at the last λ: {float(before):.6g} there, {now:.6g} here"
+            self._refuse([f"{there}, so the functions of the problem or of the dynamics, or the data, are others"])
+
+    def _refuse(self, other: list[str]) -> NoReturn:
+        raise BilevelError(
+            f"The checkpoints in {self.folder} are those of another run ({'; '.join(other)}). Pass the arguments "
+            "of that run to go on with it, or another folder to begin a new run."
+        )
 
 
 def fingerprint(tree: Tree) -> str:
@@ -88,6 +105,8 @@ def fingerprint(tree: Tree) -> str:
     digest = hashlib.sha256()
     for path, leaf in zip(trees.paths(tree), trees.leaves(tree), strict=True):
         digest.update(path.encode())
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.tensor(leaf)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             flat = leaf.detach().reshape(-1)
             some = flat[:: max(1, flat.numel() // SAMPLE)].cpu().contiguous()
@@ -96,6 +115,38 @@ def fingerprint(tree: Tree) -> str:
         elif isinstance(leaf, (bool, int, float, str)):
             digest.update(repr(leaf).encode())
     return digest.hexdigest()[:16]
+
+
+def run_facts(evaluator: Evaluator, lam: Tree, method: Any) -> dict[str, Any]:
+    """What can be said about a run in plain values; the functions of the problem cannot."""
+    build, chosen = as_function_of_lam(evaluator.dynamics), as_method(method)
+    dynamics = call_user("the function of λ passed as dynamics", build, trees.detach(lam))
+    return {
+        "lam": fingerprint(lam),
+        "steps": evaluator.steps,
+        "dynamics": description(dynamics),
+        "method": "auto" if chosen is None else description(chosen),
+    }
+
+
+def description(value: Any) -> str:
+    """A dynamics or a method as a text that is the same in every process: its settings, with functions by their names.
+
+    >>> from bilevel.dynamics.gradient_descent import GradientDescent
+    >>> description(GradientDescent(0.1)), description(GradientDescent(len))
+    ('GradientDescent(lr=0.1)', 'GradientDescent(lr=<built-in function len>)')
+    """
+    if isinstance(value, Tensor):
+        return f"tensor {fingerprint(value)}"
+    if is_dataclass(value) and not isinstance(value, type):
+        settings = [f"{f.name}={description(getattr(value, f.name))}" for f in fields(value) if f.repr]
+        return f"{type(value).__name__}({', '.join(settings)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {description(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(description, value))}]"
+    # A repr may have the address of an object in memory, which differs between processes.
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def without_caches(result: Hypergradient) -> Hypergradient:

@@ -18,13 +18,13 @@ from bilevel.algorithms.descent import Descent
 from bilevel.constraints import Constraint, as_constraint
 from bilevel.distributed import world
 from bilevel.dynamics import DynamicsLike
-from bilevel.engine.checks import check_lam
+from bilevel.engine.checks import check_lam, refuse_data_made_of_lam
 from bilevel.engine.memory import memory_of
 from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
-from bilevel.hypergradients import Evaluator
+from bilevel.hypergradients import Evaluator, as_method
 from bilevel.hyperiterations import Loop, LoopEnded, Part, budget
-from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, without_caches
+from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, run_facts, without_caches
 from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
 from bilevel.outer_sources import Tasks, TaskSource, check_inner_side, listed, with_outer_batch
@@ -91,7 +91,8 @@ def solve(
         patience: stop when the value has not improved for this many hyperiterations, and return the best λ.
         callbacks: called with an `Iteration` before every update; one that returns True stops the loop.
         checkpoint: a folder for checkpoints. A call that finds one there goes on from it, so after a crash, run the
-            same script again. A task source must be a function of k, or an iterator that begins anew.
+            same script again. That of another problem, λ, dynamics or method is refused. A task source must be a
+            function of k, or an iterator that begins anew.
         checkpoint_every: hyperiterations between two checkpoints.
         progress: show a progress bar; None shows one on a terminal.
         allow_unused: as for `hypergradient`.
@@ -115,6 +116,8 @@ def solve(
     chosen = _algorithm(algorithm, optimizer, scheduler)
     start, w = (start, None) if isinstance(start, str) else ("warm", start)
     _check(lam, iterations, start, patience, tasks, method, chosen)
+    if isinstance(tasks, (Task, list, tuple)):
+        refuse_data_made_of_lam(lam, tasks)
     dynamics, steps, tasks = check_inner_side(chosen, dynamics, steps, method, tol, patience, tasks, iterations)
     constraint = as_constraint(constraint)
     begin = trees.clone(lam if constraint is None else constraint.project(trees.detach(lam)))
@@ -231,10 +234,10 @@ class _OuterRun:
         processes = self.evaluator.world
         if processes.size == 1 and folder is None:
             return outer
-        problem = {"lam": fingerprint(outer.lam), "steps": self.evaluator.steps}
+        problem = run_facts(self.evaluator, outer.lam, self.methods(0))
         if not isinstance(self.tasks, Iterator):
             problem["tasks"] = fingerprint(self._draw(0))
-        processes.same(problem, "The processes called solve(…) with different λ, tasks or steps.")
+        processes.same(problem, "The processes called solve(…) with different λ, tasks, steps, dynamics or methods.")
         if folder is None:
             return outer
         if not algorithm.resumes:
@@ -261,10 +264,31 @@ class _OuterRun:
         if found is not None:
             self.done, state = found
             saved, self.previous = state["algorithm"], state["previous"]
-            record.load(state["record"], spec)
             self.method, self.drawn = self.methods(self.done - 1), self._draw_again(self.done)
             self.previous_kind = _kind(self.method)
+            earlier = Record()
+            earlier.load(state["record"], spec)
+            if earlier.last is not None and not algorithm.moves_w:
+                value = earlier.last.hypergradient.value
+                checkpoints.check_value(value, self._value_again(earlier.last), first=earlier.values[0])
+            record.load(state["record"], spec)
         return replace(outer, saved=saved, keep=states.append)
+
+    def _value_again(self, last: Iteration) -> float | None:
+        """f_T at the λ of hyperiteration `done` − 1, or None where it cannot be computed again."""
+        if isinstance(self.tasks, Iterator):
+            # It may be random.
+            return None
+        try:
+            if self.start == "cold":
+                return float(self.evaluator.gradient(last.lam, self.drawn, self.method).value)
+            # The w at which the steps began is not kept. The outer objective at the w where they ended is f_T too.
+            method = as_method(self.method)
+            if method is None or not method.exact:
+                return None
+            return float(replace(self.evaluator, steps=0).value(last.lam, self.drawn, last.hypergradient.inner))
+        except DivergenceError:
+            return float("nan")
 
     def callback_part(self, callbacks: Sequence[Callable[[Iteration], bool | None]]) -> Part:
         def part(k: int, here: Iteration) -> Outcome | None:

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.engine.any_order import any_order, check_higher_derivatives
+from bilevel.engine.calls import refuse_changed_data, versions
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.memory import Memory, memory_of
@@ -87,7 +88,7 @@ def _solution(evaluator: Evaluator, lam: Tree, task: Task, method: Method | None
     values, w_spec = trees.flatten(state)
     if not (torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)):
         return state
-    call = _Solution(evaluator, spec, task, method, w_spec)
+    call = _Solution(evaluator, spec, task, method, w_spec, versions(task))
     return w_spec.unflatten(_InGraph.apply(call, len(leaves), *leaves, *values))  # type: ignore[no-untyped-call]
 
 
@@ -117,9 +118,11 @@ class _Solution:
     task: Task
     method: Method | None
     w_spec: Spec
+    data_versions: tuple[int, ...]
 
     def pull_back(self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
         """v ∂w_T/∂λ by the method."""
+        refuse_changed_data(self.task, self.data_versions)
         lam, v = self.spec.unflatten(trees.detach(list(leaves))), self.w_spec.unflatten(trees.detach(list(cotangents)))
         method = "auto" if self.method is None else self.method
         with torch.enable_grad():
@@ -133,6 +136,7 @@ class _Solution:
                 f"inner_solution(…, method={self.method!r}) was asked for a second derivative, and has none: its first "
                 "derivative is an approximation. Pass method=Reverse() or another exact method."
             )
+        refuse_changed_data(self.task, self.data_versions)
         lam = self.spec.unflatten(leaves)
         check_higher_derivatives(_with_product(self.evaluator, None).process(trees.detach(lam), self.task))
         with any_order():

@@ -7,6 +7,7 @@ import torch
 
 import bilevel as bl
 from asking import ask, data, learned_start, refused, ridge
+from bilevel.hypergradients import value_of
 
 
 class TestASecondCall:
@@ -106,3 +107,23 @@ class TestOtherThings:
     def test_a_learned_start_that_a_warm_start_ignores(self):
         with refused("the start", "cold start"):
             ask(learned_start(), torch.zeros(3), start=torch.ones(3))
+
+    @pytest.mark.parametrize("call", [bl.hypergradient, value_of, bl.certify])
+    def test_a_start_from_another_dynamics(self, call):
+        problem, task, lam = ridge(), bl.Task(data(), data(4)), torch.zeros(3)
+        adam = {"dynamics": bl.Adam(0.1), "steps": 3}
+        before = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.1), steps=3)
+        call(problem, lam, task, **adam)
+        with refused("another dynamics", "start="):
+            call(problem, lam, task, start=before, **adam)
+        call(problem, lam, task, start=bl.hypergradient(problem, lam, task, **adam), **adam)
+
+    @pytest.mark.parametrize("adjoint", [3, 0.5, "zero", {"x": torch.zeros(3)}, [torch.zeros(3)]], ids=str)
+    def test_what_is_no_adjoint(self, adjoint):
+        with refused("adjoint", r"`\.adjoint` of an earlier result"):
+            ask(method=bl.Implicit(), adjoint=adjoint)
+
+    def test_a_result_as_the_adjoint(self):
+        result = ask(method=bl.Implicit())
+        with refused("adjoint", r"`\.adjoint` of an earlier result"):
+            ask(method=bl.Implicit(), adjoint=result)

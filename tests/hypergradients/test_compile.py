@@ -6,6 +6,8 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -314,6 +316,24 @@ def test_a_batch_with_settings_of_its_own(traced_only):
     assert_equal(fast(torch.zeros(4), tasks[0]), slow(torch.zeros(4), tasks[0]))
     with pytest.raises(bl.BilevelError, match="compiled for another call"):
         fast(torch.zeros(4), tasks[1])
+
+
+@pytest.mark.parametrize("kind", [np.asarray, pandas.DataFrame], ids=["array", "table"])
+def test_long_arrays_in_a_task_are_compared_to_their_last_number(traced_only, kind):
+    """repr abbreviates them."""
+    one = np.random.default_rng(0).standard_normal((600, 2))
+    other = one.copy()
+    other[300] += 1
+    problem = bl.Problem(
+        inner=lambda w, lam, x: ((torch.tensor(np.asarray(x)) @ w - 1) ** 2).mean() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, x: ((torch.tensor(np.asarray(x)) @ w - 1) ** 2).mean(),
+        init=lambda lam: torch.zeros(2),
+    )
+    fast, slow = compiled(problem, torch.zeros(2), bl.Task(kind(one), kind(one)))
+    again = bl.Task(kind(one.copy()), kind(one.copy()))
+    assert_equal(fast(torch.ones(2), again), slow(torch.ones(2), again))
+    with pytest.raises(bl.BilevelError, match="compiled for another call"):
+        fast(torch.zeros(2), bl.Task(kind(other), kind(one)))
 
 
 def test_columns_that_no_longer_share_a_matrix(traced_only):

@@ -120,3 +120,18 @@ def test_refusals():
         torch.func.grad(lambda lam: bl.inner_solution(problem, lam, task, **SETTINGS).sum())(lam.detach())
     with pytest.raises(bl.DivergenceError):
         bl.inner_solution(problem, lam, task, dynamics=bl.GradientDescent(1e3), steps=400)
+
+
+@pytest.mark.parametrize("live_targets", [False, True])
+def test_data_that_change_before_the_backward_pass_are_refused(live_targets):
+    problem, lam, task = ridge()
+    lam.requires_grad_()
+    task.train[1].requires_grad_(live_targets)
+    w = bl.inner_solution(problem, lam, task, **SETTINGS)
+    (expected,) = torch.autograd.grad((w**2).sum(), lam, retain_graph=True)
+    (slope,) = torch.autograd.grad((w**2).sum(), lam, create_graph=True)
+    assert torch.equal(slope, expected)
+    task.train[0].mul_(2)
+    for outputs in ((w**2).sum(), slope.sum()):
+        with pytest.raises(bl.BilevelError, match=r"changed in place .* clone"):
+            torch.autograd.grad(outputs, lam, retain_graph=True)

@@ -86,3 +86,33 @@ def test_under_no_grad_what_is_wrong_is_still_said():
             bl.objective(
                 example.problem, example.lam, example.task, dynamics=bl.GradientDescent(0.1), steps=5, method="x"
             )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_data_that_change_before_a_second_derivative_are_refused(several):
+    """The first derivative was computed with the value: it stays right, and available."""
+    x, lam = torch.tensor([1.0, 2.0]), torch.zeros(2, requires_grad=True)
+    problem = bl.Problem(
+        inner=lambda w, lam, x: ((w - x) ** 2).sum() + (lam.exp() * w**2).sum(),
+        outer=lambda w, lam, x: ((w - x) ** 2).sum(),
+        init=lambda lam: torch.zeros(2),
+    )
+    task = bl.Task(x, torch.ones(2))
+    f = bl.objective(problem, lam, [task, task] if several else task, dynamics=bl.GradientDescent(0.1), steps=3)
+    (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+    x.mul_(2)
+    assert torch.equal(torch.autograd.grad(f, lam, retain_graph=True)[0], slope)
+    with pytest.raises(bl.BilevelError, match=r"changed in place .* clone"):
+        torch.autograd.grad(slope.sum(), lam)
+
+
+def test_data_made_in_inference_mode_have_second_derivatives():
+    with torch.inference_mode():
+        x = torch.ones(2)
+    problem = bl.Problem(
+        inner=lambda w, lam, x: ((w - lam) ** 2).sum(), outer=lambda w, lam, x: (w**3).sum(), init=lambda lam: lam * 0
+    )
+    lam = torch.ones(2, requires_grad=True)
+    f = bl.objective(problem, lam, bl.Task(None, x), dynamics=bl.GradientDescent(0.5), steps=1)
+    (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+    assert torch.allclose(torch.autograd.grad(slope.sum(), lam)[0], torch.full((2,), 6.0))

@@ -155,3 +155,10 @@ def test_an_encode_that_hides_its_tensors_in_a_function_is_refused():
     )
     with pytest.raises(bl.BilevelError, match="Minibatches"):
         bl.hypergradient(problem, torch.randn(4, 3), bl.Task((x, y), (x, y)), dynamics=bl.GradientDescent(0.1), steps=3)
+
+
+@pytest.mark.parametrize("rows", [19, 21])
+def test_minibatches_of_data_of_different_lengths_are_refused(rows):
+    x, y = data(20)[0], data(rows)[1]
+    with pytest.raises(bl.BilevelError, match="one entry per example along its first axis"):
+        bl.Minibatches((x, y), size=4)(1)

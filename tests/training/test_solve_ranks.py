@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,10 @@ def test_ranks_return_what_one_process_returns(tmp_path):
         assert ("Diverged" in one["outcome"]) == (case == "diverging")
         assert result(tmp_path / "two", case, 0) == result(tmp_path / "two", case, 1) == one, case
     for rank in (0, 1):
-        assert "with different λ, tasks or steps" in result(tmp_path / "two", "different", rank)["error"]
+        assert (
+            "with different λ, tasks, steps, dynamics or methods"
+            in result(tmp_path / "two", "different", rank)["error"]
+        )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
@@ -113,6 +117,64 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
         with pytest.raises(bl.BilevelError, match="are those of another run") as error:
             alone(tmp_path, "cold", **changed)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize("start", ["cold", "warm", "online"])
+def test_checkpoints_of_another_problem_are_refused(tmp_path, start):
+    """Functions cannot be compared. The value at the last λ can."""
+    before = solve_script.problem
+    other = replace(before, outer=lambda w, lam, data: before.outer(w, lam, data) + 5)
+    lam = {"decay": torch.zeros(4), "prior": torch.tensor(0.1)}
+    run = {"steps": 5, "start": start, "checkpoint": tmp_path, "checkpoint_every": 2}
+    rates = {"dynamics": bl.GradientDescent(0.1)}
+    bl.solve(before, lam, solve_script.task(0), iterations=4, **rates, **run)
+    for problem, changed, words in (
+        (other, rates, "f_T at the last λ"),
+        (before, {"dynamics": bl.GradientDescent(0.02)}, r"dynamics: GradientDescent\(lr=0.1\) there"),
+        (before, {"dynamics": lambda lam: bl.GradientDescent(lam["prior"])}, "dynamics: "),
+        (before, {"method": bl.Forward(), **rates}, "method: Reverse"),
+    ):
+        with pytest.raises(bl.BilevelError, match=f"(?s)are those of another run.*{words}"):
+            bl.solve(problem, lam, solve_script.task(0), iterations=6, **changed, **run)
+    again = bl.solve(before, lam, solve_script.task(0), iterations=6, **rates, **run)
+    assert len(again.history["value"]) == 6
+
+
+def test_another_problem_is_noticed_after_a_blow_up(tmp_path):
+    """A huge value in the history must not hide the difference at the last λ."""
+    before = solve_script.problem
+    lam = {"decay": torch.zeros(4), "prior": torch.tensor(0.1)}
+    # The second hyperiteration is at a λ where the steps diverge; the third is back where the first was.
+    moves = iter([-50.0, 50.0, 0.0, 0.0, 0.0])
+
+    class Jump(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(next(moves, 0.0) * -0.1)
+
+    run = {"dynamics": bl.GradientDescent(0.1), "steps": 5, "checkpoint": tmp_path, "checkpoint_every": 4}
+    run["optimizer"] = lambda leaves: Jump(leaves, lr=0.1)
+    found = bl.solve(before, lam, solve_script.task(0), iterations=4, **run)
+    assert max(found.history["value"]) > 1e9 * found.value
+    other = replace(before, outer=lambda w, lam, data: before.outer(w, lam, data) + 5)
+    with pytest.raises(bl.BilevelError, match="f_T at the last λ"):
+        bl.solve(other, lam, solve_script.task(0), iterations=6, **run)
+
+
+def test_checkpoints_of_other_functions_in_the_dynamics_are_refused(tmp_path):
+    lam = {"decay": torch.zeros(4), "prior": torch.tensor(0.1)}
+
+    def run(rate, iterations):
+        dynamics = bl.GradientDescent(lambda t: rate / t)
+        return bl.solve(
+            solve_script.problem, lam, solve_script.task(0), dynamics=dynamics, steps=5, iterations=iterations,
+            checkpoint=tmp_path,
+        )  # fmt: skip
+
+    run(0.1, 4)
+    with pytest.raises(bl.BilevelError, match="f_T at the last λ"):
+        run(0.2, 6)
+    assert run(0.1, 6).outcome.kind == "finished"
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(tmp_path):

@@ -42,6 +42,12 @@ class Mistaken(nn.Linear):
         return self.second(x)
 
 
+def hooked():
+    model = network()
+    model[0].bias.register_hook(lambda g: g * 0)
+    return model
+
+
 def uncopyable():
     model = network()
     model.kept = model[0](torch.ones(1, 3))
@@ -164,6 +170,7 @@ WRONG = {
         {"optimizer": torch.optim.Adam},
         ["dynamics=torch.optim.Adam", "inner level", "optimizer=lambda leaves: torch.optim.Adam(leaves", "outer level"],
     ),
+    "a hook": ({"model": hooked()}, ["'0.bias' has a hook", "Remove it"]),
     "text in a table": (
         {"val": (pandas.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]}), np.zeros(2))},
         ["val data has a DataFrame of object (columns colour)", "Encode"],

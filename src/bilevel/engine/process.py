@@ -115,9 +115,9 @@ class Process:
         """The tensors of the task that do not depend on λ."""
         return [self._task_leaves[index] for index in self._data_at()]
 
-    def constants(self) -> str:
-        """The numbers and functions in the task, in a form that can be compared."""
-        return repr([leaf for leaf in self._task_leaves if not isinstance(leaf, Tensor)])
+    def constants(self) -> list[Any]:
+        """The numbers, arrays and functions in the task."""
+        return [leaf for leaf in self._task_leaves if not isinstance(leaf, Tensor)]
 
     def _data_at(self) -> list[int]:
         return [i for i, leaf in enumerate(self._task_leaves) if isinstance(leaf, Tensor) and i not in self._encoded_at]

@@ -8,6 +8,7 @@ import torch
 
 from bilevel import trees
 from bilevel.errors import BilevelError
+from bilevel.tasks.holdout import number_of_examples
 from bilevel.trees import Tree
 
 
@@ -41,7 +42,7 @@ class Minibatches:
 
     def rows(self, t: int) -> torch.Tensor:
         """The numbers of the examples in the batch of step t."""
-        count = len(trees.tensors(self.data)[0])
+        count = number_of_examples(self.data)
         if not 1 <= self.size <= count:
             raise BilevelError(
                 f"Minibatches(size={self.size}) cannot be drawn from {count} examples; pass 1 ≤ size ≤ {count}."

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from bilevel.errors import BilevelError
-from bilevel.modules import functional
+from bilevel.modules import functional, refuse_hooks
 from bilevel.tuning.batches import Batch
 
 
@@ -67,7 +67,8 @@ class Network:
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse a model without trainable parameters, with several dtypes or devices, or with parameters without data."""
+    """Refuse a model without trainable parameters, with several dtypes or devices, or with parameters that have hooks
+    or no data."""
     if not isinstance(model, nn.Module):
         raise BilevelError(f"model is {type(model).__name__}. Pass a torch.nn.Module.")
     kind = type(model).__name__
@@ -82,6 +83,8 @@ def _check(model: nn.Module) -> None:
                 f"The model's {name!r} is on the meta device, which has shapes but no numbers. Call "
                 "model.to_empty(device='cpu') and initialise it, or build the model on a real device."
             )
+    # The copies that are trained have no hooks any more.
+    refuse_hooks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise BilevelError(

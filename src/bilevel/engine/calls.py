@@ -1,0 +1,84 @@
+"""What surrounds a call: its arguments for each task, the result that it continues, data that must not change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from bilevel import trees
+from bilevel.engine.method import Hypergradient
+from bilevel.engine.process import Process, what_is
+from bilevel.errors import BilevelError
+from bilevel.problem import Task
+from bilevel.trees import Tree
+
+
+def one_each(value: Any, tasks: list[Task], given: Any, name: str) -> list[Any]:
+    """The value of an argument for each task, where `given` is what was passed as the task or tasks."""
+    if not isinstance(given, (list, tuple)):
+        if isinstance(value, Hypergradient) and value.tasks:
+            raise BilevelError(
+                f"{name} is a result for a list of tasks, but one task was passed. Pass one of its `.tasks`."
+            )
+        return [value]
+    if value is None:
+        return [None] * len(tasks)
+    if isinstance(value, Hypergradient):
+        value = value.tasks
+    if not isinstance(value, (list, tuple)) or len(value) != len(tasks):
+        raise BilevelError(f"{name} must be a list with one entry for each of the {len(tasks)} tasks.")
+    return list(value)
+
+
+def check_adjoint(adjoint: Any) -> None:
+    """Refuse what no result has as its adjoint. Besides tensors, some methods keep objects of their own there."""
+    if isinstance(adjoint, (int, float, complex, str, list, tuple, dict, np.ndarray, Hypergradient)):
+        raise BilevelError(
+            f"adjoint is {what_is(adjoint)}, and no start of a linear solver. Pass the `.adjoint` of an earlier result "
+            "for one task, a list of these for a list of tasks, or leave it out."
+        )
+
+
+def continued(process: Process) -> AbstractContextManager[None]:
+    """The context in which a process runs that may continue an earlier result."""
+    return contextlib.nullcontext() if process.previous is None else _explain_other_dynamics(process)
+
+
+@contextlib.contextmanager
+def _explain_other_dynamics(process: Process) -> Iterator[None]:
+    """Explain an error in a run that continues with the auxiliary variables of another dynamics.
+
+    They are not compared before the run: some dynamics add to them in the first step.
+    """
+    try:
+        yield
+    except BilevelError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+        assert process.previous is not None and process.previous.state is not None
+        w, state = process.previous.state
+        dynamics = process.bound.dynamics
+        if trees.flatten(state)[1] == trees.flatten(dynamics.init(w))[1]:
+            raise
+        raise BilevelError(
+            f"start= is the result of another dynamics: its auxiliary variables are {trees.describe(state)}, which do "
+            f"not fit {dynamics}. Pass its w_T, start=result.inner, or continue with the dynamics that it came from."
+        ) from error
+
+
+def versions(tasks: Tree) -> tuple[int, ...]:
+    """How often each tensor of the tasks has been changed in place. Tensors of inference mode cannot be changed."""
+    return tuple(0 if leaf.is_inference() else leaf._version for leaf in trees.tensors(tasks))
+
+
+def refuse_changed_data(tasks: Tree, before: tuple[int, ...]) -> None:
+    """Refuse to compute derivatives on other data than the value was computed on."""
+    if versions(tasks) != before:
+        raise BilevelError(
+            "A tensor of the task was changed in place between the call and its backward pass, which runs the steps "
+            "again and would see the new numbers. Call backward() before the change, or pass a clone() of the tensor."
+        )
