@@ -74,3 +74,22 @@ def test_group_penalties_are_differentiable_and_switch_groups_off():
     assert bool((found.inner[2:] == 0).all()) and bool((found.inner[:2] != 0).all())
     expected = central_differences(lambda lam: value_of(problem, lam, task, **settings), lam)
     assert relative_error(found.grad, expected) < 1e-6
+
+
+@pytest.mark.parametrize("penalty", [bl.L1, lambda s: bl.GroupL2(s, (0, 1))], ids=["L1", "GroupL2"])
+def test_a_strength_of_zero_gives_the_identity_and_its_derivative(penalty):
+    strength, x = torch.tensor([0.0, 1.0], requires_grad=True), torch.tensor([0.0, 2.0], requires_grad=True)
+    found = penalty(strength).prox(x, 0.5)
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.5]))
+    in_x, in_strength = torch.autograd.grad(found.sum(), (x, strength))
+    assert in_x.tolist() == [1.0, 1.0] and in_strength.tolist() == [0.0, -0.5]
+
+
+def test_a_prox_keeps_what_is_not_a_number():
+    assert bool(bl.L1(1.0).prox(torch.tensor([torch.nan]), 0.5).isnan().all())
+
+
+def test_the_slope_in_a_strength_of_zero_is_that_from_above():
+    strength, x = torch.zeros((), requires_grad=True), torch.tensor([-2.0, 0.0, 2.0])
+    found = bl.L1(strength).prox(x, 0.5)
+    assert torch.autograd.grad(found @ torch.tensor([1.0, 1.0, 3.0]), strength)[0] == 0.5 - 1.5

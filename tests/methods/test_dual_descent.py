@@ -69,3 +69,8 @@ def test_what_it_does_not_know_is_refused():
     sampler = bl.Problem(problem.inner, problem.outer, problem.init, None)
     encoded = problem.encode(lam, task)
     refused("one batch for all steps", problem=sampler, task=bl.Task(lambda t: encoded.train, encoded.val))
+    for label in (-100, 3):
+        labels = encoded.train[1].clone()
+        labels[0, 0] = label
+        wrong = bl.Task((encoded.train[0], labels), encoded.val)
+        refused("labels from 0 to 2, and some are others. Use Reverse", problem=sampler, task=wrong)

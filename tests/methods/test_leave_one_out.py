@@ -110,3 +110,15 @@ def test_penalties_of_another_function_are_left_to_autograd():
         bl.hypergradient(other, lam, task, method=m, **STILL) for m in (method, bl.Implicit(bl.Direct(), newton=1e-11))
     )
     torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_one_penalty_may_stand_for_all_features():
+    _, by_rows = problems(12, 4, False, torch.exp)
+    _, problem, task, method = by_rows
+    lam = torch.tensor(0.3)
+    methods = method, bl.Implicit(bl.Direct(), newton=1e-11)
+    found, wanted = (bl.hypergradient(problem, lam, task, method=m, **STILL) for m in methods)
+    each = bl.hypergradient(problem, torch.full((4,), 0.3), task, method=method, **STILL)
+    torch.testing.assert_close(found.inner, each.inner)
+    torch.testing.assert_close(found.value - 0.1 * 0.09, each.value - 0.4 * 0.09)
+    torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-7, atol=1e-9)

@@ -129,3 +129,14 @@ def test_other_problems_are_refused():
     folds = task.train[2].expand(2, -1)
     with pytest.raises(BilevelError, match="one fold"):
         found(built, bl.Task((*task.train[:2], folds), task.val), LAM, NewtonLeftOut())
+
+
+def test_one_penalty_may_stand_for_all_features():
+    built, task = problem(2)
+    model = LinearModels(LogLoss(), torch.exp, intercept=True)
+    shared = bl.Problem(model, LeftOutLoss(model, lambda lam, strength: strength * lam.square().sum()), built.init)
+    ours, theirs = (found(shared, task, torch.tensor(0.3), m) for m in (NewtonLeftOut(), NewtonLinear(1e-10)))
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)
+    each = found(built, task, torch.full((2,), 0.3), NewtonLeftOut())
+    torch.testing.assert_close(ours.inner, each.inner)
+    torch.testing.assert_close(ours.value - 0.01 * 0.09, each.value - 0.02 * 0.09)

@@ -18,6 +18,7 @@ from bilevel.structures import (
     LogLoss,
     PoissonDeviance,
     SquaredError,
+    losses,
 )
 
 FOLDS = 3
@@ -249,12 +250,15 @@ def test_what_does_not_apply_is_refused():
             bl.hypergradient(sums, lam, sums_task, method=bl.ActiveSet(), dynamics=dynamics, steps=1)
 
 
-def test_losses_know_their_derivatives():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("soft", [False, True])
+def test_losses_know_their_derivatives(soft):
     counted, positive = (PoissonDeviance(), 2), (GammaDeviance(), 1)
     for loss, outputs in ((SquaredError(), 2), (LogLoss(), 1), (LogLoss(), 3), counted, positive):
         scores = 3 * torch.randn(2, outputs, 5, dtype=torch.float64, requires_grad=True)
         y = torch.eye(outputs).double()[:, np.arange(5) % outputs] if outputs > 1 else torch.ones(1, 5).double()
+        if soft:
+            y = torch.randn(outputs, 5).softmax(0) if outputs > 1 else torch.rand(1, 5)
+        loss.check(y)
         (slopes,) = torch.autograd.grad(loss.values(scores, y).sum(), scores, create_graph=True)
         torch.testing.assert_close(slopes, loss.slopes(scores, y))
         v = torch.randn_like(scores)
@@ -289,3 +293,83 @@ def test_a_large_tolerance_in_single_precision():
     assert rough.inner.dtype == torch.float32
     torch.testing.assert_close(rough.grad.double(), exact.grad, rtol=0.05, atol=0.05 * float(exact.grad.abs().max()))
     torch.testing.assert_close(rough.inner.double(), exact.inner, rtol=0.05, atol=0.02)
+
+
+def test_the_log_loss_of_two_classes_is_that_of_the_textbook():
+    scores, y = 5 * torch.randn(2, 1, 9), (torch.randn(1, 9) > 0).double()
+    wanted = torch.nn.functional.binary_cross_entropy_with_logits(scores, y.expand_as(scores), reduction="none")
+    torch.testing.assert_close(LogLoss().values(scores, y), wanted[:, 0], rtol=1e-14, atol=1e-14)
+    large = torch.tensor([[[800.0, -800.0]]])
+    assert LogLoss().values(large, torch.tensor([[1.0, 0.0]])).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_probabilities_as_targets_are_fitted_by_every_method(outputs):
+    problem, lam, task = rows_problem(LogLoss(), outputs=outputs)
+    y = torch.rand(1, 30) if outputs == 1 else torch.randn(outputs, 30).softmax(0)
+    soft = bl.Task((task.train[0], y, task.train[2]), (task.val[0], y, *task.val[2:]))
+    wanted = bl.hypergradient(problem, lam, soft, method=REFERENCE, **STILL)
+    for method in (bl.NewtonLinear(), bl.NewtonLinear(1e-12, dense=False), bl.StaleNewton(1e-11), bl.RowSpan(1e-12)):
+        agree(bl.hypergradient(problem, lam, soft, method=method, **STILL), wanted)
+    torch.testing.assert_close(wanted.grad, differences(problem, lam, soft, bl.NewtonLinear()), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("level", ["train", "val"])
+@pytest.mark.parametrize("method", [bl.NewtonLinear(), bl.StaleNewton(), bl.RowSpan(), bl.Reverse(), REFERENCE])
+def test_targets_that_are_no_probabilities_are_refused(outputs, level, method):
+    problem, lam, task = rows_problem(LogLoss(), outputs=outputs)
+    bl.hypergradient(problem, lam, task, method=method, **STILL)  # the checks of the code are passed and kept
+    train, val = list(task.train), list(task.val)
+    for wrong in (2 * task.train[1] - 1, 1.5 * task.train[1], *([0.5 * task.train[1]] if outputs > 1 else [])):
+        (train if level == "train" else val)[1] = wrong
+        with pytest.raises(bl.BilevelError, match=r"LogLoss takes targets y from 0 to 1.* not as −1 and 1"):
+            bl.hypergradient(problem, lam, bl.Task(tuple(train), tuple(val)), method=method, **STILL)
+
+
+def test_targets_are_read_once_and_again_after_a_change_in_place(monkeypatch):
+    problem, lam, task = rows_problem(LogLoss(), outputs=1)
+    read, look = [], losses._are_probabilities
+    monkeypatch.setattr(losses, "_are_probabilities", lambda y: read.append(1) or look(y))
+    for method in (bl.NewtonLinear(), bl.StaleNewton(), bl.Reverse()):
+        bl.hypergradient(problem, lam, task, method=method, **{**STILL, "steps": 5})
+    assert len(read) == 1
+    task.train[1].mul_(2).sub_(1)
+    with pytest.raises(bl.BilevelError, match="LogLoss takes targets"):
+        bl.hypergradient(problem, lam, task, method=bl.NewtonLinear(), **STILL)
+
+
+@pytest.mark.parametrize("penalty", [-3.0, -50.0])
+def test_conjugate_gradients_refuse_negative_penalties(penalty):
+    rows, _, task = rows_problem(SquaredError(), intercept=False)
+    inner = LinearModels(penalty=lambda lam: lam)
+    problem = bl.Problem(inner, HeldOutLoss(inner, rows.outer.extra), rows.init)
+    lam = torch.ones(6)
+    lam[0] = penalty
+    with pytest.raises(bl.BilevelError, match="A penalty is negative"):
+        bl.hypergradient(problem, lam, task, method=bl.NewtonLinear(dense=False), **STILL)
+
+
+@pytest.mark.parametrize("penalty", [0.0, -1.0])
+@pytest.mark.parametrize("method", [bl.RowSpan(), bl.KernelEquations()], ids=str)
+def test_methods_that_divide_by_penalties_say_so(method, penalty):
+    rows, _, task = rows_problem(SquaredError())
+    inner = LinearModels(penalty=lambda lam: lam, intercept=True)
+    problem = bl.Problem(inner, HeldOutLoss(inner, rows.outer.extra), rows.init)
+    lam = torch.ones(6)
+    lam[2] = penalty
+    with pytest.raises(bl.BilevelError, match=f"{type(method).__name__} divides by the penalties.* Use NewtonLinear"):
+        bl.hypergradient(problem, lam, task, method=method, **STILL)
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_one_penalty_may_stand_for_all_features(shape, intercept):
+    problem, _, task = rows_problem(SquaredError(), intercept=intercept)
+    lam = torch.full(shape, 0.4)
+    each = bl.hypergradient(problem, torch.full((6,), 0.4), task, method=bl.NewtonLinear(), **STILL)
+    wanted = bl.hypergradient(problem, lam, task, method=REFERENCE, **STILL)
+    torch.testing.assert_close(wanted.inner, each.inner)
+    methods = [bl.NewtonLinear(dense=True), bl.NewtonLinear(1e-12, dense=False), bl.StaleNewton(1e-11)]
+    for method in (*methods, bl.RowSpan(1e-12), bl.KernelEquations()):
+        agree(bl.hypergradient(problem, lam, task, method=method, **STILL), wanted)

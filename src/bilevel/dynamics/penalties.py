@@ -64,7 +64,7 @@ class L1(Penalty):
     from λ, for example one per feature. With `positive`, Ω is infinite where a wᵢ is negative.
 
     >>> L1(1.0).prox(torch.tensor([3.0, -0.5]), 2.0)
-    tensor([1., -0.])
+    tensor([1., 0.])
     """
 
     strength: Any
@@ -81,7 +81,7 @@ class L1(Penalty):
         rows = zip(points, per_leaf(at(self.strength, t), w), per_leaf(step, w), strict=True)
         if self.positive:
             return spec.unflatten(torch.relu(x - s * rate) for x, s, rate in rows)
-        return spec.unflatten(torch.sign(x) * torch.relu(x.abs() - s * rate) for x, s, rate in rows)
+        return spec.unflatten(_soft_threshold(x, s * rate) for x, s, rate in rows)
 
     def dual_norm(self, slope: Tree, t: int = 1) -> Tensor:
         rows = zip(trees.leaves(slope), per_leaf(at(self.strength, t), slope), strict=True)
@@ -89,6 +89,12 @@ class L1(Penalty):
 
     def absolute_weights(self, t: int = 1) -> Any:
         return at(self.strength, t)
+
+
+def _soft_threshold(x: Tensor, threshold: Any) -> Tensor:
+    """sign(x)·max(|x| − threshold, 0). A threshold of zero gives the identity, at x = 0 too, and so its derivative."""
+    vanishes = (x.abs() <= threshold) & (threshold != 0)
+    return torch.where(vanishes, 0.0, x - threshold * torch.sign(x))
 
 
 def _ratio(numerator: Tensor, strength: Any) -> Tensor:
@@ -130,8 +136,10 @@ class GroupL2(Penalty):
 
     def prox(self, w: Tree, step: Any, t: int = 1) -> Tree:
         norms, strength, index = self._norms(w, t)
-        alive = norms > step * strength
-        factor = torch.where(alive, 1 - step * strength / torch.where(alive, norms, torch.ones_like(norms)), 0)
+        threshold = step * strength
+        # A threshold of zero gives the identity, where a group is zero too.
+        alive = (norms > threshold) | (threshold == 0)
+        factor = torch.where(alive, 1 - threshold / torch.where(alive & (norms > 0), norms, 1.0), 0)
         return w * factor[index].reshape(-1, *[1] * (w.ndim - 1))
 
 

@@ -49,7 +49,12 @@ class DualDescent(Method):
                 raise BilevelError(
                     f"DualDescent supports gradient descent with numbers as step sizes, not {dynamics}. Use Reverse()."
                 )
-        start = process.bound.start()[0]
+        start, labels = process.bound.start()[0], task.train[1]
+        if bool(((labels < 0) | (labels >= start.shape[2])).any()):
+            raise BilevelError(
+                f"DualDescent takes labels from 0 to {start.shape[2] - 1}, and some are others. Use Reverse() if "
+                "labels of −100 mark examples to ignore."
+            )
         if process.previous is not None or bool(start.any()) or reached([start], process.variables):
             raise BilevelError("DualDescent begins at w_0 = 0, for every λ, and this run does not. Use Reverse().")
 

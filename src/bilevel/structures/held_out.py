@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bilevel.structures.data_checks import refuse_asymmetric
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.penalties import code_of
 from bilevel.trees import Tree
@@ -25,6 +26,9 @@ class DeclaredOuter(ABC):
     def code(self) -> tuple[Any, ...] | None:
         """What the checks of this objective depend on besides the data; see `code_of`."""
         return code_of(self, self.extra)
+
+    def check(self, batch: Any) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse data for which the hand-written derivatives do not hold."""
 
     @abstractmethod
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
@@ -57,7 +61,11 @@ class HeldOutLoss(HeldOut):
         model = self.model.code()
         return None if model is None else code_of(self, self.extra, model=model)
 
+    def check(self, batch: Any) -> None:
+        self.model.check(batch)
+
     def loss(self, w: Tensor, batch: Any) -> Tensor:
+        self.check(batch)
         X, y, weight, _ = batch
         return (weight * self.model.loss.values(self.model.scores(w, X), y)).sum() / weight.sum()
 
@@ -76,6 +84,9 @@ class HeldOutSquares(HeldOut):
     """
 
     extra: Callable[[Tree, Any], Tensor]
+
+    def check(self, batch: Any) -> None:
+        refuse_asymmetric(batch[0], "The matrix G of the outer objective")
 
     def loss(self, w: Tensor, batch: Any) -> Tensor:
         gram, moments, constant, _ = batch

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from bilevel.structures.data_checks import refuse_asymmetric
 from bilevel.structures.penalties import code_of
 from bilevel.structures.rows import GramOfRows
 from bilevel.trees import Tree
@@ -36,14 +37,28 @@ class LeastSquares:
     penalty: Callable[[Tree], Tensor] = torch.exp
 
     def __call__(self, w: Tensor, lam: Tree, batch: tuple[Any, Tensor]) -> Tensor:
-        return 0.5 * (w * (self.slope(w, lam, batch) - batch[1])).sum()
+        return 0.5 * (w * (self._slope(w, self.penalty(lam), batch) - batch[1])).sum()
+
+    def check(self, batch: tuple[Any, Tensor]) -> None:
+        """Refuse a G that is not symmetric: then `slope` is not the derivative of L."""
+        if isinstance(batch[0], Tensor):
+            refuse_asymmetric(batch[0], "The matrix G of a LeastSquares")
 
     def code(self) -> tuple[Any, ...] | None:
         return code_of(self, self.penalty)
 
     def slope(self, w: Tensor, lam: Tree, batch: tuple[Any, Tensor]) -> Tensor:
-        """∇L(w)."""
+        """∇L(w), for symmetric matrices. Its derivatives in them are symmetric too."""
+        gram, moments = batch
+        alpha = self.penalty(lam)
+        return self._slope(w, _symmetrised(alpha) if alpha.ndim == 2 else alpha, (_symmetrised(gram), moments))
+
+    def _slope(self, w: Tensor, alpha: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
         gram, moments = batch
         image = gram.times(w) if isinstance(gram, GramOfRows) else w @ gram
-        alpha = self.penalty(lam)
         return image - moments + (alpha * w if alpha.ndim == 1 else w @ alpha)
+
+
+def _symmetrised(matrix: Any) -> Any:
+    """The symmetric part, where derivatives will be taken; elsewhere a symmetric matrix is its own."""
+    return 0.5 * (matrix + matrix.mT) if isinstance(matrix, Tensor) and matrix.requires_grad else matrix

@@ -44,7 +44,7 @@ class LeaveOneOut(DeclaredOuter):
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
         X, y, weight, own, data = batch
         alpha = self.penalty(lam)
-        matrix = weighted_gram(X, weight) + (alpha.diag() if alpha.ndim == 1 else alpha)
+        matrix = weighted_gram(X, weight) + (alpha if alpha.ndim == 2 else alpha.expand(X.shape[1]).diag())
         inverse = torch.cholesky_solve(X.mT, torch.linalg.cholesky(matrix)).mT
         leverage = weight * (inverse * X).sum(1)
         error = squared_error((y - w[0] @ X.mT) / (1 - own - leverage), weight)

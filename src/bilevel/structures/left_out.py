@@ -36,13 +36,17 @@ class LeftOutLoss(DeclaredOuter):
     extra: Callable[[Tree, Any], Tensor]
     freedom: float = 0.0
 
+    def check(self, batch: Any) -> None:
+        self.model.check(batch)
+
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
+        self.check(batch)
         X, y, weight, data = batch
         scores, rows = self.model.scores(w, X), with_ones(X, self.model.intercept)
         curvature = self.curvatures(scores, y, weight)
         blocks = torch.einsum("icd,ij,ik->cjdk", curvature, rows, rows)
         size, outputs = rows.shape[1], w.shape[1]
-        hessian = blocks.reshape(outputs * size, -1) + torch.diag(self.model.penalties(lam).repeat(outputs))
+        hessian = blocks.reshape(outputs * size, -1) + torch.diag(self.model.penalties(lam, size).repeat(outputs))
         if self.model.gauge(w):
             ones = torch.zeros(outputs, size, dtype=w.dtype)
             ones[:, -1] = 1

@@ -28,7 +28,7 @@ class LinearModels:
     Args:
         loss: `SquaredError()`, `LogLoss()` for logistic and multinomial regression, or `PoissonDeviance()` and
             `GammaDeviance()` for regression with a log link.
-        penalty: α as a function of λ, one number for every feature.
+        penalty: α as a function of λ, one number for every feature or one for all of them.
         intercept: w has one more column, an intercept, which is not penalised. If only differences of scores matter,
             half the squared sum of the intercepts is added to L, so that the minimiser is unique.
         weight: ω as a function of λ, one number ≥ 0 for every row: data cleaning, with a weight per example. None for
@@ -45,9 +45,14 @@ class LinearModels:
     weight: Callable[[Tree], Tensor] | None = None
 
     def __call__(self, w: Tensor, lam: Tree, batch: RowBatch) -> Tensor:
+        self.check(batch)
         X, y, share = batch
         fit = (self.weights(lam, share) * self.loss.values(self.scores(w, X), y)).sum()
         return fit + 0.5 * (w * self.penalty_slope(w, lam)).sum()
+
+    def check(self, batch: RowBatch) -> None:
+        """Refuse targets that the loss is not meant for."""
+        self.loss.check(batch[1])
 
     def code(self) -> tuple[Any, ...] | None:
         functions = [self.penalty] if self.weight is None else [self.penalty, self.weight]
@@ -65,7 +70,7 @@ class LinearModels:
 
     def penalty_slope(self, w: Tensor, lam: Tree) -> Tensor:
         """The derivative of the penalties alone."""
-        return self.pulled(w, self.penalties(lam))
+        return self.pulled(w, self.penalties(lam, w.shape[-1]))
 
     def pulled(self, w: Tensor, alpha: Tensor) -> Tensor:
         """The derivative of the penalties: α w, and for the intercepts their sum, if L penalises it."""
@@ -79,10 +84,15 @@ class LinearModels:
         """Whether L penalises the sum of the intercepts, which makes it zero at the minimiser."""
         return self.intercept and self.loss.only_differences and w.shape[1] > 1
 
-    def penalties(self, lam: Tree) -> Tensor:
-        """α for every column of w."""
-        alpha = self.penalty(lam)
+    def penalties(self, lam: Tree, columns: int) -> Tensor:
+        """α for every column of w; zero for an intercept."""
+        alpha = self.feature_penalties(lam, columns - self.intercept)
         return torch.cat([alpha, alpha.new_zeros(1)]) if self.intercept else alpha
+
+    def feature_penalties(self, lam: Tree, features: int) -> Tensor:
+        """α for every feature."""
+        alpha = self.penalty(lam)
+        return alpha if alpha.shape == (features,) else alpha.expand(features)
 
     def scores(self, w: Tensor, X: Any) -> Tensor:
         """x_i w_k of shape folds × outputs × rows, intercepts added."""

@@ -11,7 +11,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
+
+from bilevel.errors import BilevelError
+from bilevel.structures.data_checks import remembered
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class RowLoss(ABC):
 
     steepest: ClassVar[float]
     only_differences: ClassVar[bool] = False
+
+    def check(self, y: Tensor) -> None:  # noqa: B027 - most losses take all finite targets
+        """Refuse targets that this loss is not meant for. A tensor is read once, so calls in a loop are cheap."""
 
     @abstractmethod
     def values(self, scores: Tensor, y: Tensor) -> Tensor:
@@ -57,15 +63,28 @@ class SquaredError(RowLoss):
 
 @dataclass(frozen=True)
 class LogLoss(RowLoss):
-    """−log p(y | scores): logistic for one output with y in {0, 1}, softmax for several with y an indicator."""
+    """−log p(y | scores): logistic for one output with y in {0, 1}, softmax for several with y an indicator.
+
+    Targets between 0 and 1 are probabilities of classes; the loss is then the cross-entropy.
+    """
 
     steepest: ClassVar[float] = 0.25
     only_differences: ClassVar[bool] = True
 
+    def check(self, y: Tensor) -> None:
+        # Compiled code cannot depend on numbers; the code that it is compiled from has been checked.
+        if torch.compiler.is_compiling() or remembered(_are_probabilities, y):
+            return
+        wanted = "from 0 to 1, with the sum 1 in every row" if _has_several(y) else "from 0 to 1"
+        raise BilevelError(
+            f"LogLoss takes targets y {wanted}, and some are not. Write two classes as 0 and 1, not as −1 and 1, and "
+            "more classes as indicators (one-hot)."
+        )
+
     def values(self, scores: Tensor, y: Tensor) -> Tensor:
-        if y.shape[-2] > 1:
+        if scores.shape[-2] > 1:
             return scores.logsumexp(-2) - (y * scores).sum(-2)
-        return -logsigmoid((2 * y - 1) * scores).squeeze(-2)
+        return (softplus(scores) - y * scores).squeeze(-2)
 
     def slopes(self, scores: Tensor, y: Tensor) -> Tensor:
         return _probabilities(scores) - y
@@ -110,6 +129,23 @@ class GammaDeviance(RowLoss):
 def _mean(scores: Tensor) -> Tensor:
     """e^score, bounded: a trial step may give huge scores, and a row of weight zero must not give 0 · ∞."""
     return scores.clamp(max=300.0).exp()
+
+
+def _has_several(y: Tensor) -> bool:
+    """Whether the targets are those of several outputs."""
+    return y.ndim > 1 and y.shape[-2] > 1
+
+
+def _are_probabilities(y: Tensor) -> bool:
+    """Whether the entries are from 0 to 1 and, if there are several outputs, add up to 1 in every row."""
+    with torch.no_grad():
+        fine = ((y >= 0) & (y <= 1)).all()
+        if _has_several(y):
+            fine = fine & ((y.sum(-2) - 1).abs() <= 1e-3).all()
+    try:
+        return bool(fine)
+    except RuntimeError:  # under torch.vmap, where numbers cannot be read
+        return True
 
 
 def _probabilities(scores: Tensor) -> Tensor:

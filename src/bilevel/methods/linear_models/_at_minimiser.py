@@ -15,8 +15,15 @@ from bilevel.engine.process import Gradients, Process, accumulate
 from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._shared_work import fold_parts
 from bilevel.structures.held_out import DeclaredOuter, HeldOut
+from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.leave_one_out import LeaveOneOut, LeaveOneOutSlopes
+from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.penalties import FunctionOfLam
+
+NO_MINIMUM = (
+    "The inner objective has no minimum: the matrix of its quadratic has a negative eigenvalue. Use penalties ≥ 0, and "
+    "sums G over rows with weights ≥ 0."
+)
 
 # Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × right sides × size.
 Solver: TypeAlias = Callable[[Tensor], Tensor]
@@ -71,6 +78,11 @@ class MinimiserMethod(Method):
     weighs_rows: ClassVar[bool] = False
 
     def __call__(self, process: Process) -> Hypergradient:
+        problem, task = process.problem, process.bound.task
+        if isinstance(problem.inner, (LeastSquares, LinearModels)):
+            problem.inner.check(task.train)
+        if isinstance(problem.outer, DeclaredOuter):
+            problem.outer.check(task.val)
         with torch.no_grad():
             return self.at_minimiser(process)
 
@@ -214,6 +226,16 @@ class LinearModelMethod(MinimiserMethod):
         memory = found.bytes + 4 * found.w.nbytes
         return self.from_adjoint(process, found.w, q, value, direct, others=others, peak_memory=memory)
 
+    def positive_penalties(self, process: Process) -> Tensor:
+        """α for every feature of a `LinearModels`, for a method that divides by it."""
+        inner: Any = process.problem.inner
+        alpha: Tensor = inner.feature_penalties(process.bound.lam, process.bound.task.train[0].shape[1])
+        if not bool((alpha > 0).all()):
+            raise BilevelError(
+                f"{type(self).__name__} divides by the penalties, and some are not positive. Use NewtonLinear()."
+            )
+        return alpha
+
 
 def declared_leave_one_out(process: Process) -> LeaveOneOut | None:
     """The outer objective if it is a `LeaveOneOut` with the penalties of the inner objective; otherwise None."""
@@ -243,22 +265,54 @@ def flattened(solve: Solver) -> Solver:
     return lambda right: solve(right.reshape(len(right), -1, right.shape[-1])).reshape(right.shape)
 
 
-def regular_solver(matrices: Tensor) -> Solver | None:
-    """The function of `cholesky_solver` if all matrices are positive definite, otherwise None."""
-    factors, failed = torch.linalg.cholesky_ex(matrices)
-    return None if bool(failed.any()) else lambda right: torch.cholesky_solve(right.mT, factors).mT
-
-
 def cholesky_solver(matrices: Tensor) -> Solver:
     """A function that solves A_k x_k = b_k for every k, with b and x of the shape folds × right sides × size.
 
     If a matrix is numerically singular, because its penalties are tiny, the least-norm solution is returned.
     """
-    solve = regular_solver(matrices)
-    if solve is not None:
-        return solve
+    return regular_solver(matrices) or least_norm_solver(matrices)
+
+
+def regular_solver(matrices: Tensor, least: float = 0.0) -> Solver | None:
+    """The function of `cholesky_solver` if all matrices are positive definite, otherwise None.
+
+    Args:
+        least: a matrix is singular also if the square of a pivot is at most this fraction of its diagonal entry.
+    """
+    factors, failed = torch.linalg.cholesky_ex(matrices)
+    if bool(failed.any()):
+        return None
+    if least and bool((_diagonal(factors).square() <= least * _diagonal(matrices)).any()):
+        return None
+    return lambda right: torch.cholesky_solve(right.mT, factors).mT
+
+
+def least_norm_solver(matrices: Tensor) -> Solver:
+    """The function of `cholesky_solver` for matrices that may be singular. Indefinite ones are refused."""
+    if not bool(torch.isfinite(matrices).all()):
+        raise BilevelError(
+            "The equations of the minimiser hold NaN or Inf. Use smaller penalties, or scale the features."
+        )
+    if not semidefinite(matrices):
+        raise BilevelError(NO_MINIMUM)
     inverses = torch.linalg.pinv(matrices, hermitian=True)
     return lambda right: right @ inverses
+
+
+def semidefinite(matrices: Tensor) -> bool:
+    """Whether no eigenvalue is negative by more than rounding: √ε times the largest one of its matrix."""
+    allowed = torch.finfo(matrices.dtype).eps ** 0.5
+    shifted = matrices.clone()
+    # The largest eigenvalue is at least the largest diagonal entry, so success is a proof, and it is fast.
+    _diagonal(shifted).add_(allowed * _diagonal(matrices).amax(-1, keepdim=True).clamp(min=0))
+    if not bool(torch.linalg.cholesky_ex(shifted)[1].any()):
+        return True
+    values = torch.linalg.eigvalsh(matrices)
+    return bool((values[..., 0] >= -allowed * values[..., -1].clamp(min=0)).all())
+
+
+def _diagonal(matrices: Tensor) -> Tensor:
+    return matrices.diagonal(dim1=-2, dim2=-1)
 
 
 def solver_by_fold(folds: int, size: int, matrices: Callable[[slice], Tensor]) -> Solver:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +14,19 @@ from torch import Tensor
 
 from bilevel.engine.method import Hypergradient, Part
 from bilevel.engine.process import Process
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.methods.linear_models._at_minimiser import (
+    NO_MINIMUM,
     LinearModelMethod,
     Minimum,
-    cholesky_solver,
+    least_norm_solver,
     regular_solver,
+    semidefinite,
     start_of,
 )
 from bilevel.methods.linear_models._feature_signs import feature_sign_search
 from bilevel.methods.linear_models._shared_work import Parts, fold_parts, shared
+from bilevel.structures.data_checks import remembered
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.penalties import FunctionOfLam
 from bilevel.structures.rows import GramOfRows
@@ -30,6 +34,8 @@ from bilevel.structures.rows import GramOfRows
 NEWTON_STEPS = 10
 # Features that are added to a working set at once.
 WORKING = 200
+# A relative residual of the adjoint's system above this is reported.
+UNSOLVED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,12 @@ class ActiveSet(LinearModelMethod):
         assert isinstance(inner, LeastSquares)
         gram, moments = bound.task.train
         strengths = torch.as_tensor(_strengths(process), dtype=w.dtype)
-        nets = _Nets(gram, moments, strengths.expand_as(w), inner.penalty(bound.lam), _is_positive(process))
+        alpha = inner.penalty(bound.lam)
+        if alpha.ndim != 1:
+            raise BilevelError("ActiveSet takes one penalty for every feature, not a matrix. Use Implicit().")
+        if bool((strengths < 0).any()) or not _has_minimum(gram, alpha):
+            raise BilevelError(NO_MINIMUM)
+        nets = _Nets(gram, moments, strengths.expand_as(w), alpha, _is_positive(process))
         w, solve = nets.minimise_by_fold(w)
         if self.strengths is None:
             return Minimum(w, solve)
@@ -97,6 +108,13 @@ def _strengths(process: Process) -> Any:
     """β, or None if the dynamics has no L1 penalty."""
     penalty = getattr(process.bound.dynamics, "penalty", None)
     return None if penalty is None else penalty.absolute_weights(_time(process))
+
+
+def _has_minimum(gram: Any, alpha: Tensor) -> bool:
+    """Whether G + diag(α) has no negative eigenvalue. G itself is tested once."""
+    if bool((alpha >= 0).all()) and (isinstance(gram, GramOfRows) or remembered(semidefinite, gram)):
+        return True
+    return not isinstance(gram, GramOfRows) and semidefinite(gram + alpha.diag())
 
 
 def _is_positive(process: Process) -> bool:
@@ -154,10 +172,32 @@ class _Nets:
             w[k, output] = row
         found, settled, solve = self._newton(w)
         if bool(settled.all()):
-            return found, solve
+            return found, self._watched(solve, found)
         last = self._solver(w != 0)
         assert last is not None
-        return w, last
+        return w, self._watched(last, w)
+
+    def _watched(self, solve: SupportSolver, w: Tensor) -> SupportSolver:
+        """`solve`, with a warning if the system has no solution: its matrix is singular, and w is not unique."""
+
+        def solved(right: Tensor) -> Tensor:
+            found = solve(right)
+            if right.ndim == 3:
+                inside = (w != 0) * right
+                left = (w != 0) * (self._slope(found) + self.linear) - inside
+                error = float(left.norm() / inside.norm().clamp(min=torch.finfo(w.dtype).tiny))
+                if error > UNSOLVED:
+                    warnings.warn(
+                        "The minimiser is not unique, for example because two features are equal, and the outer "
+                        "objective depends on which one is found. The system of the adjoint has no solution (relative "
+                        f"residual {error:.2g}), and the hypergradient has an error of that order. Use a positive "
+                        "penalty in LeastSquares(…), or remove one of the features.",
+                        BilevelWarning,
+                        stacklevel=2,
+                    )
+            return found
+
+        return solved
 
     def _slope(self, w: Tensor) -> Tensor:
         image = self.gram.times(w) if isinstance(self.gram, GramOfRows) else w @ self.gram
@@ -250,9 +290,11 @@ class _Nets:
             blocks = self.gram[fold, order[..., :, None], order[..., None, :]]
         blocks = blocks * (on[..., :, None] * on[..., None, :])
         blocks.diagonal(dim1=-2, dim2=-1).add_(1 + on * (self.l2[order] - 1))
-        inverse = (regular_solver if regular else cholesky_solver)(blocks.flatten(0, 1))
-        if inverse is None:
+        matrices = blocks.flatten(0, 1)
+        inverse = regular_solver(matrices, 4 * size * torch.finfo(matrices.dtype).eps)
+        if inverse is None and regular:
             return None
+        inverse = inverse or least_norm_solver(matrices)
 
         def solve(right: Tensor) -> Tensor:
             """Right sides of the shape of w, or folds × right sides × outputs × features."""

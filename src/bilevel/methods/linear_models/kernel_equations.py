@@ -59,7 +59,7 @@ class KernelEquations(LinearModelMethod):
     def _equations(self, process: Process) -> _Equations:
         inner, (X, _, weight) = process.problem.inner, process.bound.task.train
         assert isinstance(inner, LinearModels)
-        return _Equations(X, weight, inner.penalty(process.bound.lam), inner.intercept)
+        return _Equations(X, weight, self.positive_penalties(process), inner.intercept)
 
 
 class _Equations:

@@ -66,7 +66,7 @@ class PenalisedRows:
         self.model = model
         self.X, self.y, self.share = batch
         self.weight = model.weights(lam, self.share).detach()
-        self.alpha = model.penalties(lam).detach()
+        self.alpha = model.penalties(lam, self.X.shape[1] + model.intercept).detach()
 
     def scores(self, w: Tensor) -> Tensor:
         return self.model.scores(w, self.X)
@@ -157,6 +157,11 @@ class PenalisedRows:
 
     def conjugate_gradients(self, scores: Tensor, precondition: Callable[[Tensor], Tensor] | None = None) -> Solve:
         """Each fold has its own recurrence, and a product with X serves all of them."""
+        if bool((self.alpha < 0).any()):
+            raise BilevelError(
+                "A penalty is negative, and conjugate gradients cannot tell whether the inner objective then has a "
+                "minimum. Use penalties ≥ 0, or NewtonLinear(dense=True)."
+            )
         precondition = precondition or self._by_diagonal(scores.shape[1])
         blocks, tables = self._row_blocks
 

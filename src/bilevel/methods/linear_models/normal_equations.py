@@ -17,6 +17,7 @@ from bilevel.methods.linear_models._at_minimiser import (
     flattened,
     solver_by_fold,
 )
+from bilevel.structures.data_checks import refuse_asymmetric
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.leave_one_out import LeaveOneOutSlopes
 from bilevel.structures.rows import GramOfRows
@@ -56,6 +57,8 @@ class NormalEquations(LinearModelMethod):
     def at_minimiser(self, process: Process) -> Hypergradient:
         inner: Any = process.problem.inner
         alpha = inner.penalty(process.bound.lam)
+        if alpha.ndim == 2:
+            refuse_asymmetric(alpha, "The matrix penalty(λ) of a LeastSquares")
         if (outer := declared_leave_one_out(process)) is not None:
             return self._left_out(process, self.minimum(process), alpha, outer.freedom)
         if alpha.ndim == 1:
@@ -64,6 +67,8 @@ class NormalEquations(LinearModelMethod):
         value, slope, direct = self.outer_slope(process, found.w)
         q = found.solve(slope)
         through = -(q.mT @ found.w).sum(0)
+        # α is symmetric, and so are its changes.
+        through = 0.5 * (through + through.mT)
         return self.from_adjoint(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
 
     def _left_out(self, process: Process, found: Minimum, alpha: Tensor, freedom: float) -> Hypergradient:

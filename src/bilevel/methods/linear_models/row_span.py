@@ -35,7 +35,7 @@ class RowSpan(LinearModelMethod):
         inner, bound = process.problem.inner, process.bound
         assert isinstance(inner, LinearModels)
         X, y, weight = bound.task.train
-        span = _Span(X, inner.penalty(bound.lam), inner.intercept)
+        span = _Span(X, self.positive_penalties(process), inner.intercept)
         unit = LinearModels(inner.loss, lambda table: table.new_ones(table.shape[1]), inner.intercept)
         rows = PenalisedRows(unit, (span.table, y, weight), span.table)
         v = span.coordinates(start_of(process))
