@@ -66,6 +66,14 @@ class TestOtherThings:
         with refused("nn.Module", "functional"):
             ask(lam=torch.nn.Linear(3, 1))
 
+    def test_tensors_without_plain_numbers(self):
+        with refused("meta device"):
+            ask(lam=torch.zeros(3, device="meta"))
+        with refused("nested"):
+            ask(lam=torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged))
+        with refused("sparse"):
+            ask(ridge(init=lambda lam: torch.zeros(3).to_sparse()))
+
     def test_a_start_that_is_no_tensor(self):
         with refused("start", "float"):
             ask(ridge(init=lambda lam: 0.0))
