@@ -206,7 +206,7 @@ def _score(
     of = {"episodes": s.test_episodes, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
     file = path / f"meta_test-{problem}.json"
     # The log and this file are enough: the weights of a training that was judged need not be kept.
-    if file.exists() and (known := read_json(file))["of"] == of:
+    if file.exists() and _completed((known := read_json(file))["of"]) == of:
         judged = known["found"]
     elif not s.train:
         return replace(nothing, failure=UNFINISHED)
@@ -219,6 +219,11 @@ def _score(
         write_json(file, {"of": of, "found": judged})
     curve = tuple(_curve(path, per_iteration))
     return replace(nothing, curve=curve, seconds=curve[-1][1], **judged)
+
+
+def _completed(of: dict[str, Any]) -> dict[str, Any]:
+    """What a score is of, with the defaults of settings that are newer than the file."""
+    return {**of, "settings": json.loads(json.dumps(TrainingSettings.of(of["settings"]).plain()))}
 
 
 def _curve(path: Path, per_iteration: int) -> Iterator[tuple[int, float, float, float]]:
