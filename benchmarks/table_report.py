@@ -103,7 +103,8 @@ def _lines(rows: list[Row], which: str) -> Iterator[str]:
         "rows' class frequencies. Rivals have default settings; pyGAM searches its grid. A model that fails or takes\n"
         "too long is counted as the constant prediction. Seconds are the processor time of a fit with one thread, as\n"
         "medians over tables. BilevelAdditive and boosting were measured while little else ran on the machine, the\n"
-        "others while it was busy with other work. Models that were measured on too few tables are left out of the ranks."
+        "others while it was busy with other work. Models that were measured on too few tables are left out of the\n"
+        "ranks."
     )
     if which == "claim":
         from table_sets import DEVELOPMENT
