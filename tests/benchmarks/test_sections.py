@@ -41,11 +41,16 @@ def benchmark(tmp_path, monkeypatch):
     """A copy of the benchmark's code, and its modules."""
     copy = tmp_path / "benchmarks"
     shutil.copytree(BENCHMARKS, copy, ignore=shutil.ignore_patterns("results", "__pycache__"))
-    before = set(sys.modules)
+    forget_modules()
     monkeypatch.syspath_prepend(str(copy))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield copy
-    for name in set(sys.modules) - before:
+    forget_modules()
+
+
+def forget_modules():
+    """Forget the benchmark's modules, which another test may have imported from another folder."""
+    for name in list(sys.modules):
         if name.split(".")[0] in ("harness", "sections", "problems"):
             del sys.modules[name]
 
