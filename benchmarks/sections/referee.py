@@ -1,9 +1,7 @@
 """An independent benchmark, the "referee": our solvers and those of benchmark_bilevel (benchopt) on its problems.
 
-A full run takes about 20 minutes. The result of every solver is stored in `.bench/referee_runs.jsonl` as soon as it is
-measured. It is not measured again while the package and `referee/` are unchanged, so an interrupted measurement can be
-continued. With `--minutes 10` no solver is started after 10 minutes. The tables then show the stored results and list
-the missing ones.
+A full run takes about 20 minutes. Results are stored in `.bench/referee_runs.jsonl`, so a run can be interrupted. They
+are used again while the package and `referee/` are unchanged. `--minutes 10` starts no solver after 10 minutes.
 """
 
 from __future__ import annotations
@@ -51,10 +49,8 @@ FETCH = (
     "`python benchmarks/run.py --only referee --checkout PATH`."
 )
 MNIST = "Not measured: hyper-cleaning reads MNIST from the folder `mnist` of the data root; set BILEVEL_DATA."
-REQUIREMENTS = [
-    *("benchopt", "jax", "jaxopt", "optax", "optuna", "scikit-learn", "pyyaml"),
-    *("torch", "optree", "scipy", "typing_extensions", "lazy_loader"),
-]
+REQUIREMENTS = ["benchopt", "jax", "jaxopt", "optax", "optuna", "scikit-learn", "pyyaml"]
+REQUIREMENTS += ["torch", "optree", "scipy", "typing_extensions", "lazy_loader"]
 THEIRS = (
     *("saba", "soba", "srba", "stocbio", "amigo", "mrbo", "vrbo", "fsla", "f2sa", "bsa", "ttsa", "sustain", "bome"),
     *("pzobo", "jaxopt_gd", "jaxopt_itd", "optuna"),

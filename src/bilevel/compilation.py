@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
 import time
@@ -18,7 +17,7 @@ from bilevel.dynamics import DynamicsLike
 from bilevel.engine.checks import check_arguments, check_process
 from bilevel.engine.kernels import ambient_state, form_of, key_orders
 from bilevel.engine.method import Hypergradient, Method, Part
-from bilevel.engine.process import Process
+from bilevel.engine.process import Process, what_is
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import Evaluator, Start, as_method, finished
 from bilevel.methods.auto import choose
@@ -170,10 +169,15 @@ def _form(process: Process) -> Hashable:
 def _content(leaf: Any) -> str:
     """A constant of the task in a form that can be compared."""
     # repr abbreviates long arrays and tables. pickle does not, but knows functions by their names only.
-    if not callable(leaf):
-        with contextlib.suppress(Exception):
-            return hashlib.sha256(pickle.dumps(leaf)).hexdigest()
-    return repr(leaf)
+    if callable(leaf):
+        return repr(leaf)
+    try:
+        return hashlib.sha256(pickle.dumps(leaf)).hexdigest()
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise BilevelError(
+            f"The task holds {what_is(leaf)}, whose content cannot be compared between calls ({error}). Pass its "
+            "numbers as tensors, or call bilevel.hypergradient, which compiles nothing."
+        ) from error
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:

@@ -91,6 +91,17 @@ class TestRefused:
             warnings.simplefilter("ignore")  # about residuals in low precision
             assert call(good, torch.zeros(3, dtype=dtype), task, method).grad.dtype == dtype
 
+    def test_at_the_border_of_the_domain_of_lam(self):
+        """The comparison fails at one of its points, where λ is negative, and is made at the others."""
+
+        def inner(w, lam, b):
+            if bool((lam < 0).any()):
+                raise ValueError("λ must not be negative")
+            return Once.apply(b[0] @ w - b[1]).mean() + (lam * w**2).sum()
+
+        with refused("inner", "with respect to w", "autograd", "differences"):
+            call(ridge(inner=inner), torch.zeros(3))
+
     def test_an_operation_that_torch_differentiates_once(self):
         bag = torch.nn.functional.embedding_bag
         rows = torch.tensor([[0, 1], [2, 0]])

@@ -135,25 +135,3 @@ def test_data_that_were_computed_from_lam():
     encoded = bl.Problem(inner, outer, zeros, lambda lam, task: bl.Task((X * lam.cos(), y), task.val))
     same = bl.hypergradient(encoded, LAM, task(), dynamics=DESCENT, steps=5)
     torch.testing.assert_close(same.grad, right)
-
-
-def test_a_comparison_that_fails_at_one_point_is_made_at_the_others():
-    """λ = 0 is the border of where the inner objective is defined."""
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, g):
-            return 2 * g * ctx.saved_tensors[0]
-
-    def bounded(w, lam, batch):
-        if bool((lam < 0).any()):
-            raise ValueError("λ must not be negative")
-        return Square.apply(batch[0] @ w - batch[1]).mean() + (lam * w**2).sum()
-
-    refused(bl.Problem(bounded, outer, zeros), "derivatives of inner are not what autograd says", torch.zeros(3))
