@@ -87,6 +87,22 @@ def test_the_table(omniglot, tmp_path, monkeypatch):
     assert again.numbers == result.numbers
 
 
+def test_an_earlier_score_of_the_same_model_is_kept(omniglot, tmp_path):
+    options = {"rows": "omniglot-5way-1shot,miniimagenet-rn-1shot", "episodes": "4", "most_steps": "2"}
+    true = reproduce("few-shot", options, out=tmp_path, progress=False)[0].numbers["omniglot-5way-1shot"]
+    file = tmp_path / "few-shot" / "result.json"
+    recorded = json.loads(file.read_text())
+    recorded["numbers"]["omniglot-5way-1shot"]["accuracy"] = 0.123
+    file.write_text(json.dumps(recorded))
+    kept = reproduce("few-shot", options, out=tmp_path, progress=False)[0]
+    assert kept.numbers["omniglot-5way-1shot"]["accuracy"] == 0.123
+    assert kept.tables[0].rows[0][2].startswith("12.30")
+    other = reproduce("few-shot", options | {"episodes": "5"}, out=tmp_path, progress=False)[0].numbers
+    assert other["omniglot-5way-1shot"]["accuracy"] != 0.123
+    again = reproduce("few-shot", options, out=tmp_path, progress=False)[0].numbers
+    assert again["omniglot-5way-1shot"] == true
+
+
 def test_every_row_is_judged_on_its_own_split_of_classes(omniglot, tmp_path):
     a_run(tmp_path / "omniglot-5way-5shot")
     config = json.loads((tmp_path / "omniglot-5way-5shot" / "config.json").read_text())

@@ -3,13 +3,14 @@
 Every row is a trained model, judged on meta-test episodes: a training of one's own in `runs/`, or one of the model zoo.
 Training takes hours to days and is done separately, by `bilevel train`; rows without a model say so. The paper's recipe
 and trainings in stages, which begin with pretraining, have a table each. MiniImagenet is scored twice: with the paper's
-batch norm, which normalises all queries of an episode together, and with each query classified independently.
+batch norm, which normalises all queries of an episode together, and with each query classified independently. A row of
+an earlier result in the same folder is kept if its model, data and settings are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from bilevel.experiments.base import (
     require,
     single_precision,
 )
+from bilevel.files import read_json
 from bilevel.learners import library
-from bilevel.learners.evaluation import GROUP, FinalScore, choose_and_test
+from bilevel.learners.evaluation import GROUP, choose_and_test
 from bilevel.learners.presets import RECIPES, preset
 from bilevel.learners.recipes import is_recipe
 from bilevel.learners.streams import episodes, open_data
@@ -33,6 +35,7 @@ from bilevel.models.batch_norm import MEANING, Mode
 from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, legend_below, picture, titled
 from bilevel.progress import counter
 from bilevel.thread_pool import one_thread
+from bilevel.training.files import digest
 from bilevel.training.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -96,16 +99,11 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class FewShotRow:
-    """A row of the table, with a score for every batch norm mode; without a model it is not trained yet."""
+    """A row of the table and its numbers; without a model it is not trained yet."""
 
     name: str
-    model: library.TrainedLearner | None = None
-    finals: Mapping[Mode, FinalScore] = field(default_factory=dict)
-
-    @property
-    def final(self) -> FinalScore:
-        """The score that is compared with the paper's: with the model's own batch norm where it is the only one."""
-        return self.finals["episode"] if "episode" in self.finals else next(iter(self.finals.values()))
+    model: library.TrainedLearner | None
+    numbers: Mapping[str, Any]
 
 
 def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
@@ -113,17 +111,24 @@ def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> E
     _check(settings)
     models = {name: find_model(name, Path(settings.runs)) for name in settings.rows}
     ready = {name: model for name, model in models.items() if model is not None}
-    evaluations = sum(len(modes(name, model)) for name, model in ready.items())
-    work = evaluations * 2 * -(-settings.episodes // GROUP)
+    earlier = _earlier_numbers(out.parent / "result.json")
     with single_precision(), one_thread():
         # The split of classes depends on the seed a model was trained with, so each is judged on its own.
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
-        with counter("few-shot", work, progress) as begin:
-            rows = [
-                FewShotRow(name) if model is None else score(settings, name, model, opened[_split(model)], begin)
-                for name, model in models.items()
-            ]
-    numbers = {row.name: _numbers(row) for row in rows}
+        found = {name: _identity(settings, name, model, opened[_split(model)]) for name, model in ready.items()}
+        known = {name for name, of in found.items() if earlier.get(name, {}).get("identity") == of}
+        evaluations = sum(len(modes(name, model)) for name, model in ready.items() if name not in known)
+        with counter("few-shot", evaluations * 2 * -(-settings.episodes // GROUP), progress) as begin:
+            rows = []
+            for name, model in models.items():
+                numbers = _printed_numbers(name)
+                if name in known:
+                    numbers = dict(earlier[name])
+                elif model is not None:
+                    numbers |= {"trained": True, "identity": found[name]}
+                    numbers |= score(settings, name, model, opened[_split(model)], begin)
+                rows.append(FewShotRow(name, model, numbers))
+    numbers = {row.name: row.numbers for row in rows}
     _draw(out / "few-shot.png", numbers)
     return ExperimentResult(
         numbers,
@@ -134,6 +139,16 @@ def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> E
         data={data.name: described(data) for data in opened.values()},
         times={row.name: [stage["minutes"] for stage in row.model.stages] for row in rows if row.model},
     )
+
+
+def _earlier_numbers(path: Path) -> Mapping[str, Mapping[str, Any]]:
+    return read_json(path)["numbers"] if path.exists() else {}
+
+
+def _identity(s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset) -> str:
+    """A checksum of all that the numbers of a row depend on."""
+    judged = {"row": name, "episodes": s.episodes, "most_steps": s.most_steps, "seed": s.seed}
+    return digest(model.weights, {**judged, "learner": model.learner.settings(), "data": data.fingerprint})
 
 
 def modes(name: str, model: library.TrainedLearner) -> tuple[Mode, ...]:
@@ -159,18 +174,35 @@ def _split(model: library.TrainedLearner) -> tuple[str, int, int]:
     return model.settings.dataset, model.settings.image_size, model.settings.seed
 
 
-def score(s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset, begin: Any) -> FewShotRow:
-    """One row: T chosen on meta-validation, then meta-test; both with every batch norm mode of the row."""
+def score(
+    s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset, begin: Any
+) -> dict[str, Any]:
+    """The numbers of a row: T chosen on meta-validation, then meta-test; both with every batch norm mode of the row."""
     model.check_data(data)
     wanted = preset(_paper_row(name))
     _check_fits(name, model)
     val, test = (episodes(wanted, data, split, s.seed) for split in ("val", "test"))
-    tried = range(1, s.most_steps + 1)
+    tried, own = range(1, s.most_steps + 1), model.settings.batch_norm
     finals = {}
     for mode in modes(name, model):
         model.learner.batch_norm = mode
         finals[mode] = choose_and_test(model.learner, val, test, s.episodes, tried, lambda done: begin(name))
-    return FewShotRow(name, model, finals)
+    # The score that is compared with the paper's.
+    final = finals.get("episode") or next(iter(finals.values()))
+    return {
+        "accuracy": final.accuracy,
+        "interval": final.interval,
+        "steps": final.steps,
+        "validation for every T": list(final.validation.means),
+        "by batch norm": {
+            mode: {"accuracy": one.accuracy, "interval": one.interval, "steps": one.steps}
+            for mode, one in finals.items()
+        },
+        "hyperiterations": [stage["hyperiterations"] for stage in model.stages],
+        "images": [stage["images"] for stage in model.stages],
+        "batch norm": own,
+        "curve": model.card.get("curve", []),
+    }
 
 
 def _paper_row(name: str) -> str:
@@ -188,27 +220,9 @@ def _check_fits(name: str, model: library.TrainedLearner) -> None:
     )
 
 
-def _numbers(row: FewShotRow) -> dict[str, Any]:
-    printed, interval = PRINTED[_paper_row(row.name)]
-    numbers: dict[str, Any] = {"paper": printed, "paper interval": interval}
-    if row.model is None:
-        return {**numbers, "trained": False}
-    return {
-        **numbers,
-        "trained": True,
-        "accuracy": row.final.accuracy,
-        "interval": row.final.interval,
-        "steps": row.final.steps,
-        "validation for every T": list(row.final.validation.means),
-        "by batch norm": {
-            mode: {"accuracy": final.accuracy, "interval": final.interval, "steps": final.steps}
-            for mode, final in row.finals.items()
-        },
-        "hyperiterations": [stage["hyperiterations"] for stage in row.model.stages],
-        "images": [stage["images"] for stage in row.model.stages],
-        "batch norm": row.model.settings.batch_norm,
-        "curve": row.model.card.get("curve", []),
-    }
+def _printed_numbers(name: str) -> dict[str, Any]:
+    printed, interval = PRINTED[_paper_row(name)]
+    return {"paper": printed, "paper interval": interval, "trained": False}
 
 
 def _tables(s: FewShotSettings, rows: list[FewShotRow]) -> list[TextTable]:
@@ -242,22 +256,22 @@ def _line(row: FewShotRow) -> tuple[str, ...]:
     if row.model is None:
         command = STAGED[row.name][0] if row.name in STAGED else row.name
         return row.name, paper, "not trained yet", *[""] * 8, f"bilevel train {command}"
-    gap = 100 * row.final.accuracy - printed
-    alone = [percent(final.accuracy, final.interval) for mode, final in row.finals.items() if mode != "episode"]
-    stages = row.model.stages
+    numbers, stages = row.numbers, row.model.stages
+    gap, scores = 100 * numbers["accuracy"] - printed, numbers["by batch norm"]
+    alone = [percent(one["accuracy"], one["interval"]) for mode, one in scores.items() if mode != "episode"]
     return (
         row.name,
         paper,
-        percent(row.final.accuracy, row.final.interval),
+        percent(numbers["accuracy"], numbers["interval"]),
         f"{gap:+.2f}",
         ", ".join(alone),
-        ", ".join(str(final.steps) for final in row.finals.values()),
+        ", ".join(str(one["steps"]) for one in scores.values()),
         " + ".join(_count(stage["hyperiterations"], "{:,}") for stage in stages),
         " + ".join(_count(stage["images"] and stage["images"] / 1e6, "{:.2f}") for stage in stages),
         " + ".join(_count(stage["minutes"], "{:.0f}") for stage in stages),
         row.model.settings.batch_norm,
         row.model.name,
-        _why(row.model, gap, 100 * row.final.interval),
+        _why(row.model, gap, 100 * numbers["interval"]),
     )
 
 
@@ -286,7 +300,7 @@ def _others() -> TextTable:
 
 def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
     missing = [row.name for row in rows if row.model is None]
-    used = sorted({mode for row in rows for mode in row.finals})
+    used = sorted({mode for row in rows for mode in row.numbers.get("by batch norm", {})})
     notes = [
         f"T is the best of 1 to {s.most_steps} on {s.episodes} meta-validation episodes; meta-test is looked at once, "
         "with it. 15 queries a class. Support and query sets are disjoint; in the authors' sampler they may overlap "

@@ -31,7 +31,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
     """The content of such a file."""
     safetensors = extras.load("safetensors.torch", extra="learn", purpose="Writing a safetensors file")
     dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = json.dumps({**(facts or {}), DIGEST: _digest(dense, facts or {})}, sort_keys=True)
+    metadata = json.dumps({**(facts or {}), DIGEST: digest(dense, facts or {})}, sort_keys=True)
     content: bytes = safetensors.save(dense, {FACTS: metadata})
     return content
 
@@ -56,12 +56,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise BilevelError(f"{path} does not exist.") from error
     except (safetensors.SafetensorError, OSError, ValueError, RecursionError) as error:
         raise BilevelError(f"{path} is damaged: {error}.") from error
-    if facts.pop(DIGEST, None) not in (None, _digest(tensors, facts)):
+    if facts.pop(DIGEST, None) not in (None, digest(tensors, facts)):
         raise BilevelError(f"{path} is damaged: its content does not match its checksum.")
     return tensors, facts
 
 
-def _digest(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
+def digest(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> str:
+    """A checksum of all numbers of the tensors, and of facts in JSON's types."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
