@@ -10,7 +10,7 @@ import bilevel as bl
 from bilevel import learners
 from bilevel.data.arrays import from_arrays
 from bilevel.errors import BilevelError
-from bilevel.learners import belonging, calibration, library
+from bilevel.learners import calibration, library
 from bilevel.learners.calibration import (
     Calibration,
     calibrate,
@@ -115,9 +115,9 @@ def test_the_score_that_finds_more_strangers_on_meta_validation_is_taken(monkeyp
     data, learner = blobs(), bl.HyperRepresentation(net(), (1, 6, 6), steps=5)
     episodes = [Episodes(data, split, 3, 2, 5) for split in ("val", "test")]
     found = {}
-    for name, score in belonging.BELONGING.items():
+    for name, score in calibration.SCORES.items():
         with monkeypatch.context() as patch:
-            patch.setattr(calibration, "BELONGING", {name: score})
+            patch.setattr(calibration, "SCORES", {name: score})
             found[name] = calibrate(learner, *episodes, 30, 5).found["0.05"]
     made = calibrate(learner, *episodes, 30, 5)
     assert made.score == "distance" and made.found["0.05"] == found["distance"] > found["logit"] + 0.2, found
@@ -130,10 +130,10 @@ def test_distances_to_classes_are_those_to_their_mean_features():
     means = torch.stack([features[[0, 3]].mean(0), features[[1, 2, 4]].mean(0)])
     wanted = (features[:, None] - means).norm(dim=2)
     torch.testing.assert_close(classifier.class_distances(images), wanted)
-    torch.testing.assert_close(belonging.distance(classifier, images), -wanted.min(1).values.double())
+    torch.testing.assert_close(calibration.SCORES["distance"](classifier, images), -wanted.min(1).values.double())
 
 
-@pytest.mark.parametrize("score", belonging.BELONGING)
+@pytest.mark.parametrize("score", calibration.SCORES)
 def test_none_of_these_from_the_labelled_pictures_has_its_rate(score):
     learner = Prototypical(net(), (1, 6, 6))
     alarms, found = [], []
@@ -144,7 +144,7 @@ def test_none_of_these_from_the_labelled_pictures_has_its_rate(score):
         classifier = learner.adapt(images[known], labels[known])
         bound, count = threshold_from_support(classifier, 0.1, score)
         assert count == 40
-        best = belonging.BELONGING[score](classifier, images)
+        best = calibration.SCORES[score](classifier, images)
         alarms.append((best[~known & (labels < 4)] < bound).double().mean())
         found.append((best[labels >= 4] < bound).double().mean())
     assert 0.02 < float(torch.stack(alarms).mean()) < 0.18 and float(torch.stack(found).mean()) > 0.6

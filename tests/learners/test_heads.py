@@ -196,5 +196,5 @@ def test_float32_images_are_solved_in_double_precision(name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_settings_that_must_be_positive(name):
-    with pytest.raises(bl.BilevelError, match=r"penalty=0\.0 must be positive"):
+    with pytest.raises(bl.BilevelError, match=r"penalty=0\.0 must be above 0"):
         small(learners.get(name), penalty=0.0)

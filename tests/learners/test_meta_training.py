@@ -225,7 +225,9 @@ class Knows:
     def __init__(self, table):
         self.table, self.asked = table, 0
 
-    def accuracies(self, task, steps):
+    has_steps = True
+
+    def accuracies(self, task, steps, *, only_last):
         count = len(task.train[1])
         part = self.table[self.asked : self.asked + count, :steps]
         self.asked += count
@@ -274,7 +276,7 @@ def test_the_presets_are_the_papers():
         ({"ways": True}, "ways=True is not a whole number"),
         ({"rotations": 1}, "rotations=1 is not true or false"),
         ({"lr": "fast"}, "lr='fast' is not a number"),
-        ({"lr": 0}, "lr=0 must be positive"),
+        ({"lr": 0}, "lr=0 must be above 0"),
         ({"lr": float("inf")}, "lr=inf is not finite"),
         ({"l2": float("nan")}, "l2=nan is not finite"),
         ({"l2": -1.0}, "l2=-1.0 must be at least 0"),

@@ -296,14 +296,14 @@ def test_sets_hold_images_of_one_class_and_no_more_than_asked():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("matching", {"sharpness": 0.0}, "sharpness=0.0 must be positive"),
+        ("matching", {"sharpness": 0.0}, "sharpness=0.0 must be above 0"),
         ("matching", {"context": 1}, "context=1 is not true or false"),
-        ("relation", {"hidden": 0}, "hidden=0 must be a whole number"),
-        ("memory-module", {"slots": 1}, "slots=1 must be a whole number ≥ 2"),
-        ("memory-module", {"margin": 0.0}, "margin=0.0 and sharpness=40.0 must be positive"),
+        ("relation", {"hidden": 0}, "hidden=0 must be at least 1"),
+        ("memory-module", {"slots": 1}, "slots=1 must be at least 2"),
+        ("memory-module", {"margin": 0.0}, "margin=0.0 must be above 0"),
         ("snail", {"ways": 1}, "ways=1 must be at least 2"),
         ("meta-networks", {"hidden": 0}, "hidden=0 must be at least 1"),
-        ("neural-statistician", {"set_size": 0}, "set_size of neural-statistician must be at least 1"),
+        ("neural-statistician", {"set_size": 0}, "set_size=0 must be at least 1"),
     ],
 )
 def test_bad_options_are_refused(name, options, message):

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import typer
 
 from bilevel.cli._output import console
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
-from bilevel.learners import library
+from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.calibration import QUERIES, Calibration
 from bilevel.learners.calibration import calibrate as fitted
 from bilevel.learners.settings import TrainingSettings
@@ -25,12 +24,10 @@ GRID = tuple((ways, shots) for ways in (2, 3, 5, 10, 20) for shots in (1, 5))
 
 
 def calibrate(
-    spec: str, count: int, batch_norm: str | None, seed: int | None, data_root: Path | None, threads: int | None
+    spec: str, count: int, batch_norm: str | None, seed: int | None, data_root: Path | None
 ) -> list[Calibration]:
     """Calibrate the model, and save the calibrations with its weights."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if spec.startswith(library.PREFIX):
+    if spec.startswith(ZOO_PREFIX):
         raise BilevelError(
             f"{spec} comes with the package and is calibrated already. To calibrate it with other settings, make a "
             f"copy: bilevel evaluate {spec} --save PATH."

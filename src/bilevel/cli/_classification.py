@@ -133,7 +133,6 @@ class ClassifyOptions:
         clean: whether to even out the paper of drawings and to crop them to their ink.
         strict: whether an unreadable picture is an error; if not, it is left out.
         none: the false-alarm rate of "none of these"; None: never predict it.
-        threads: the number of torch's threads; None: torch's default.
     """
 
     batch_norm: str | None = None
@@ -142,7 +141,6 @@ class ClassifyOptions:
     clean: bool = True
     strict: bool = False
     none: float | None = None
-    threads: int | None = None
 
 
 def classify(
@@ -157,8 +155,6 @@ def classify(
         options: the options that affect the predictions.
         outputs: files that will be written. They must not be among the pictures.
     """
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     saved = None if spec is None or support is not None else saved_classifier(spec)
     if support is None and saved is None:
         raise BilevelError(

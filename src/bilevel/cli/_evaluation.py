@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from bilevel.cli._calibrating import GRID, for_shapes
@@ -43,12 +42,9 @@ def evaluate(
     own: dict[str, str],
     seed: int | None,
     data_root: Path | None,
-    threads: int | None,
     save: Path | None,
 ) -> dict[str, Any]:
     """The scores and the calibration, as JSON types."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     model = library.find(spec, batch_norm)
     data = open_data(model.settings, data_root)
     model.check_data(data)

@@ -156,8 +156,6 @@ def load(spec: str, support: Path | None, options: ClassifyOptions) -> ExportSou
         support: a folder with one folder of pictures per class, or None.
         options: the options of `bilevel classify`.
     """
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     saved = saved_classifier(spec)
     if saved is not None:
         given = {"support": support, "batch-norm": options.batch_norm, "steps": options.steps, "invert": options.invert}

@@ -6,7 +6,6 @@ import webbrowser
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 import typer
 
 from bilevel.app.desk import AUTOMATIC, Desk
@@ -18,10 +17,8 @@ from bilevel.errors import BilevelError
 from bilevel.learners.recognition import saved_classifier
 
 
-def desk(spec: str | None, support: Path | None, threads: int | None) -> tuple[Desk, list[str]]:
+def desk(spec: str | None, support: Path | None) -> tuple[Desk, list[str]]:
     """The desk at the start of the page, and a sentence for every picture that cannot be read."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     saved = None if spec is None else saved_classifier(spec)
     if saved is not None and support is not None:
         raise BilevelError(f"{spec} is a saved classifier with its own labelled pictures. Leave --support out.")

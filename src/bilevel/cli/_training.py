@@ -98,9 +98,12 @@ def _announce(folder: RunFolder, job: FewShotTraining, done: int) -> None:
 def _conclude(ending: Ending, folder: RunFolder, job: FewShotTraining) -> None:
     typer.echo(f"{ending.outcome} {duration(ending.seconds)} of training in all.")
     if math.isfinite(ending.best):
+        learner = job.learner
+        steps = f", T = {learner.steps}" if learner.has_steps else ""
+        norm = f", batch norm: {learner.batch_norm}" if learner.has_batch_norm else ""
         typer.echo(
             f"Best meta-validation accuracy {ending.best:.2%} after hyperiteration {ending.best_iteration} "
-            f"({job.settings.validation_episodes} episodes{job.learner.describe()})."
+            f"({job.settings.validation_episodes} episodes{steps}{norm})."
         )
     if ending.outcome.kind == "interrupted":
         typer.echo(f"Everything is saved. Continue with: bilevel train --resume --out {folder.path}")

@@ -42,7 +42,7 @@ def command(
     """
     from bilevel.cli import _serving
 
-    desk, notes = _serving.desk(run, support, threads)
+    desk, notes = _serving.desk(run, support)
     for note in notes:
         typer.echo(note, err=True)
     _serving.serve(desk, port, show)

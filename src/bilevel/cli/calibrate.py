@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bilevel.cli.train import DATA_ROOT, THREADS
+from bilevel.cli.train import AS_JSON, DATA_ROOT, THREADS
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of the episodes; the run's own if not given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    as_json: AS_JSON = False,
     data_root: DATA_ROOT = None,
     threads: THREADS = None,
 ) -> None:
@@ -35,7 +35,7 @@ def command(
     """
     from bilevel.cli._calibrating import calibrate, show
 
-    made = calibrate(run, episodes, batch_norm, seed, data_root, threads)
+    made = calibrate(run, episodes, batch_norm, seed, data_root)
     if as_json:
         typer.echo(json.dumps([one.plain() for one in made], indent=1))
     else:

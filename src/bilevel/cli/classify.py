@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bilevel.cli._output import check_writable
-from bilevel.cli.train import THREADS
+from bilevel.cli.train import AS_JSON, THREADS
 from bilevel.errors import BilevelError
 
 
@@ -54,7 +54,7 @@ def command(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the labelled pictures and the predictions.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    as_json: AS_JSON = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Inner steps T; the model's own if not given.")] = None,
     invert: Annotated[
         bool | None,
@@ -107,7 +107,7 @@ def command(
 
     from bilevel.cli import _classification
 
-    options = _classification.ClassifyOptions(batch_norm, steps, invert, clean, strict, none, threads)
+    options = _classification.ClassifyOptions(batch_norm, steps, invert, clean, strict, none)
     result = _classification.classify(run, support, query, options, outputs=(csv, picture, save))
     if save is not None:
         result.save(save)

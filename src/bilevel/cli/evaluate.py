@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bilevel.cli.train import DATA_ROOT, THREADS
+from bilevel.cli.train import AS_JSON, DATA_ROOT, THREADS
 from bilevel.errors import BilevelError
 from bilevel.experiments.overrides import pairs
 
@@ -39,7 +39,7 @@ def command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of --learner; may be repeated."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The seed of the episodes; the run's own if not given.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    as_json: AS_JSON = False,
     save: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Write the weights and their card to PATH.safetensors and .json."),
@@ -71,7 +71,6 @@ def command(
         pairs(change or []),
         seed,
         data_root,
-        threads,
         save,
     )
     if as_json:

@@ -84,7 +84,7 @@ def command(
     from bilevel.cli import _exporting
     from bilevel.cli._classification import ClassifyOptions
 
-    options = ClassifyOptions(batch_norm, steps, invert, clean, strict, None, threads)
+    options = ClassifyOptions(batch_norm, steps, invert, clean, strict)
     source = _exporting.load(run, support, options)
     facts = _exporting.write(source, to.value, file, card)
     if as_json:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bilevel.cli._output import check_writable
-from bilevel.cli.train import THREADS
+from bilevel.cli.train import AS_JSON, THREADS
 from bilevel.errors import BilevelError
 
 
@@ -33,7 +33,7 @@ def command(
     episodes: Annotated[int, typer.Option(min=2, help="Episodes to choose T, and as many to test.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="The seed of the episodes and of the halves of classes.")] = 0,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="With --query: write all probabilities.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    as_json: AS_JSON = False,
     threads: THREADS = None,
 ) -> None:
     """Compare few-shot heads on features of any network.
@@ -51,10 +51,6 @@ def command(
 
     from bilevel.cli import _heads
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
     if query is None:
         result = _heads.compare(features, tuple(learner or ()), ways, shots, queries, episodes, seed)
         typer.echo(json.dumps(result, indent=1)) if as_json else _heads.show_scores(result)

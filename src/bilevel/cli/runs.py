@@ -12,6 +12,7 @@ import typer
 
 from bilevel import extras
 from bilevel.cli.list import columns
+from bilevel.cli.train import AS_JSON
 from bilevel.errors import BilevelError
 from bilevel.files import read_json
 from bilevel.learners import ZOO
@@ -20,16 +21,7 @@ from bilevel.training.log import read_metrics
 
 # The columns of the table. This module does not import torch; it reads JSON files.
 HEADER = (
-    "run",
-    "task",
-    "learner",
-    "hyperiterations",
-    "meta-validation",
-    "batch norm",
-    "T",
-    "minutes",
-    "changed",
-    "state",
+    *("run", "task", "learner", "hyperiterations", "meta-validation", "batch norm", "T", "minutes", "changed", "state"),
 )
 
 
@@ -37,7 +29,7 @@ def command(
     folder: Annotated[Path, typer.Argument(help="The folder with the runs, at any depth.", metavar="[DIR]")] = Path(
         "runs"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")] = False,
+    as_json: AS_JSON = False,
 ) -> None:
     """List trainings and the models of the package.
 

@@ -17,17 +17,58 @@ from bilevel import learners
 from bilevel.errors import BilevelError
 from bilevel.experiments.overrides import describe, pairs, parse
 from bilevel.learners.configuration import read_configuration, read_table
-from bilevel.learners.presets import PRESETS, RECIPES, for_learner, preset
+from bilevel.learners.presets import PRESETS, RECIPES, for_learner
+from bilevel.learners.presets import preset as settings_of_preset
 from bilevel.learners.recipes import Recipe, is_recipe
 from bilevel.learners.settings import TrainingSettings
 
 # Settings of the pictures, which do not depend on the learner.
 SHARED_INPUT = {"image_size", "channels", "prepare"}
 DATA_ROOT = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder of the data; or set BILEVEL_DATA.")]
-THREADS = Annotated[int | None, typer.Option(min=1, help="The threads of each process; torch's default if not given.")]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else.")]
 
 
-def command(**options: Any) -> None:
+def _set_threads(count: int | None) -> int | None:
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+    return count
+
+
+# An option that takes effect when it is parsed: commands need not use its value.
+THREADS = Annotated[
+    int | None,
+    typer.Option(min=1, callback=_set_threads, help="The threads of each process; torch's default if not given."),
+]
+
+
+def command(
+    preset: Annotated[str | None, typer.Argument(help=f"One of {', '.join([*PRESETS, *RECIPES])}.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A TOML, YAML or JSON file of settings, such as a config.json of a run. Options override it.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A TOML file with a table [[stage]] for each stage.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/PRESET if not given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")] = False,
+    hours: Annotated[
+        float | None,
+        typer.Option(help="Save and exit with code 75 after this number of hours, if the run is not finished."),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the learner; may be repeated."),
+    ] = None,
+    data_root: DATA_ROOT = None,
+    threads: THREADS = None,
+    **options: Any,
+) -> None:
     """Train a few-shot learner.
 
     By default it learns a hyper-representation by Algorithm 1 of the paper.
@@ -38,11 +79,7 @@ def command(**options: Any) -> None:
     Ctrl-C, a closed terminal and the end of --hours save and stop; --resume continues with the same result, bit for
     bit. For several processes: torchrun --nproc-per-node 2 -m bilevel train PRESET.
     """
-    name, out, resume = options.pop("preset"), options.pop("out"), options.pop("resume")
-    data_root, threads, file = options.pop("data_root"), options.pop("threads"), options.pop("recipe")
-    deadline = _deadline(options.pop("hours"))
-    own = pairs(options.pop("change") or [])
-    config = options.pop("config")
+    name, file, deadline, own = preset, recipe, _deadline(hours), pairs(change or [])
     given = {key: value for key, value in options.items() if value is not None}
     if config is not None:
         if name is not None or file is not None:
@@ -69,8 +106,8 @@ def command(**options: Any) -> None:
     folder = out or Path("runs") / default
     if resume and not ((folder / "config.json").exists() or is_recipe(folder)):
         raise BilevelError(f"{folder} has no run that --resume could continue. Leave --resume out to begin one.")
-    recipe = _recipe(name, file, given, folder if resume else None)
-    if recipe is not None and own:
+    staged = _recipe(name, file, given, folder if resume else None)
+    if staged is not None and own:
         raise BilevelError(
             f"--set {next(iter(own))} is for a training in one stage. Set `options` in the file of the recipe instead."
         )
@@ -81,10 +118,10 @@ def command(**options: Any) -> None:
         "deadline": deadline,
         "command": shlex.join(["bilevel", *sys.argv[1:]]),
     }
-    if recipe is not None:
+    if staged is not None:
         from bilevel.cli._staged_training import run_recipe
 
-        raise typer.Exit(run_recipe(recipe, folder, **common))
+        raise typer.Exit(run_recipe(staged, folder, **common))
     settings = _settings(name, given, own, folder if resume else None)
 
     from bilevel.cli._training import run
@@ -125,7 +162,7 @@ def _settings(name: str | None, given: dict[str, Any], own: dict[str, str], resu
             f"Pass a preset, or describe the training with options such as --dataset. Presets:\n{presets}"
         )
     if name is not None:
-        base = preset(name)
+        base = settings_of_preset(name)
     elif resumed is not None:
         from bilevel.training.folder import RunFolder
 
@@ -168,52 +205,21 @@ def _parsed(key: str, text: str, hint: Any) -> Any:
         raise BilevelError(f"--set {key}={text}: {key} is {describe(hint)}.") from error
 
 
-def _parameters() -> list[inspect.Parameter]:
-    """The options of the command: those of the run, and one for every field of `TrainingSettings`, with its help."""
-    own: dict[str, tuple[Any, Any]] = {
-        "preset": (Annotated[str | None, typer.Argument(help=f"One of {', '.join([*PRESETS, *RECIPES])}.")], None),
-        "config": (
-            Annotated[
-                Path | None,
-                typer.Option(
-                    metavar="FILE",
-                    help="A TOML, YAML or JSON file of settings, such as a config.json of a run. Options override it.",
-                ),
-            ],
-            None,
-        ),
-        "recipe": (
-            Annotated[
-                Path | None, typer.Option(metavar="FILE", help="A TOML file with a table [[stage]] for each stage.")
-            ],
-            None,
-        ),
-        "out": (
-            Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/PRESET if not given.")],
-            None,
-        ),
-        "resume": (Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")], False),
-        "hours": (
-            Annotated[
-                float | None,
-                typer.Option(help="Save and exit with code 75 after this number of hours, if the run is not finished."),
-            ],
-            None,
-        ),
-        "change": (
-            Annotated[
-                list[str] | None,
-                typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the learner; may be repeated."),
-            ],
-            None,
-        ),
-        "data_root": (DATA_ROOT, None),
-        "threads": (THREADS, None),
-    }
-    hints = get_type_hints(TrainingSettings)
-    own |= {f.name: (_option(f, hints[f.name]), None) for f in fields(TrainingSettings) if f.name != "options"}
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(key, keyword, default=value, annotation=kind) for key, (kind, value) in own.items()]
+def _add_options() -> None:
+    """Give the command an option for every setting of a training, in the place of its keyword arguments.
+
+    So one list of settings serves the library, the configuration file and the command line.
+    """
+    signature, hints = inspect.signature(command, eval_str=True), get_type_hints(TrainingSettings)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for f in fields(TrainingSettings):
+        if f.name != "options":
+            annotation = _option(f, hints[f.name])
+            parameters.append(
+                inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            )
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
 def _option(setting: Field[Any], hint: Any) -> Any:
@@ -228,6 +234,4 @@ def _option(setting: Field[Any], hint: Any) -> Any:
     return Annotated[hint | None, typer.Option(flags, help=text, show_default=False)]
 
 
-# One list of settings serves the library, the configuration file and the command line.
-command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-command.__annotations__ = {p.name: p.annotation for p in _parameters()}
+_add_options()

@@ -26,7 +26,7 @@ from bilevel.experiments.base import (
     single_precision,
 )
 from bilevel.files import read_json
-from bilevel.learners import library
+from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.evaluation import GROUP, choose_and_test
 from bilevel.learners.presets import RECIPES, preset
 from bilevel.learners.recipes import is_recipe
@@ -167,7 +167,7 @@ def find_model(name: str, runs: Path) -> library.TrainedLearner | None:
         found = library.find(str(folder.path))
         if found.stages[-1]["hyperiterations"]:  # it is more than its start
             return found
-    return library.find(f"{library.PREFIX}{name}") if name in library.zoo() else None
+    return library.find(f"{ZOO_PREFIX}{name}") if name in library.zoo() else None
 
 
 def _split(model: library.TrainedLearner) -> tuple[str, int, int]:

@@ -25,7 +25,7 @@ from bilevel.experiments._representation_measures import Separation, distances, 
 from bilevel.experiments._representation_picture import ClassMap, ImagePair, draw_maps, draw_pairs
 from bilevel.experiments._representation_tables import NAMES, notes, spread, tables
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, described, require, single_precision
-from bilevel.learners import library
+from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.streams import episodes, open_data
 from bilevel.learners.training import new_learner
@@ -241,7 +241,7 @@ def _file_name(spec: str, others: Sequence[RepresentationModel]) -> str:
     >>> _file_name("zoo:omniglot-5way-1shot", []), _file_name("runs/my run/", [])
     ('omniglot-5way-1shot', 'my-run')
     """
-    bare = Path(spec.removeprefix(library.PREFIX)).resolve().name
+    bare = Path(spec.removeprefix(ZOO_PREFIX)).resolve().name
     name = re.sub(r"[^\w.-]+", "-", bare).strip("-.") or "model"
     used = [other.name for other in others]
     return next(one for one in (name, *(f"{name}-{i}" for i in range(2, len(used) + 3))) if one not in used)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from typing_extensions import Self
 from bilevel import trees
 from bilevel.errors import BilevelError
 from bilevel.learners.classifier import FewShotClassifier
-from bilevel.learners.representation import Representation
+from bilevel.learners.representation import Representation, first_normalisation
 from bilevel.learners.saved_learner import SavedLearner
-from bilevel.learners.settings import TrainingSettings, check_kind
+from bilevel.learners.settings import TrainingSettings, check_values
 from bilevel.models import build
 from bilevel.models.batch_norm import MODES, Mode
 from bilevel.problem import Problem, Task
@@ -36,15 +36,14 @@ LARGEST = 2**24
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerOptions:
-    """The settings of a learner, with types and defaults. The constructor checks the types.
+    """The settings of a learner, with types, defaults and bounds (`settings.setting`), which the constructor checks.
 
     In `bilevel train`, a field that `TrainingSettings` has too (`steps`, `inner_lr`, `network`, …) is set by the option
     of that name, and any other field by `--set name=value`.
     """
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            check_kind(name, getattr(self, name), hint)
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +133,11 @@ class Learner(SavedLearner, ABC):
         if not isinstance(chunk, int) or chunk < 1:
             raise BilevelError(f"chunk={chunk} must be a whole number ≥ 1.")
         self.shape, self.chunk = tuple(shape), chunk
+        self._problems: dict[Any, Problem] = {}
         names = [f.name for f in fields(self.Options)]
         if "network" in names:
             options["network"] = module if isinstance(module, str) else ""
-        unknown = [key for key in options if key not in names]
-        if unknown:
-            raise BilevelError(f"{self.name} has no setting {', '.join(unknown)}; {self.describe_options()}.")
+        self._refuse_unknown(options, names)
         self.options = self.Options(**options)
         mode: Mode = getattr(self.options, "batch_norm", "support")
         self._check_mode(mode)
@@ -153,6 +151,8 @@ class Learner(SavedLearner, ABC):
                 "The module has no parameters, so there is no representation to learn. Pass one with parameters."
             )
         self.features = self._count_features()
+        if normalise:
+            self.lam |= first_normalisation(self.features - 1, like=next(iter(self.lam.values())))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.build()
@@ -214,6 +214,12 @@ class Learner(SavedLearner, ABC):
 
     # ------------------------------------------------------------------------------------------- parts of λ
 
+    def kept_problem(self, key: Any, build: Callable[[], Problem]) -> Problem:
+        """`build()`, called once for each key, because the engine checks every new problem at its first use."""
+        if key not in self._problems:
+            self._problems[key] = build()
+        return self._problems[key]
+
     def add_part(self, name: str, module: nn.Module) -> None:
         """Add a module whose parameters are leaves of λ, called `name.…`. `self.part(name, lam, …)` runs it."""
         added = self.representation.add_part(name, module)
@@ -230,10 +236,7 @@ class Learner(SavedLearner, ABC):
     def options_of(cls, settings: TrainingSettings) -> dict[str, Any]:
         """The learner's options in the settings of a training: fields of `TrainingSettings`, and its own `options`."""
         shared = {f.name for f in fields(TrainingSettings)}
-        own = {f.name for f in fields(cls.Options)} - shared
-        unknown = [key for key in settings.options if key not in own]
-        if unknown:
-            raise BilevelError(f"{cls.name} has no setting {', '.join(unknown)}; {cls.describe_options()}.")
+        cls._refuse_unknown(settings.options, {f.name for f in fields(cls.Options)} - shared)
         common = {f.name: getattr(settings, f.name) for f in fields(cls.Options) if f.name in shared}
         return {**common, **settings.options}
 
@@ -242,30 +245,28 @@ class Learner(SavedLearner, ABC):
         """The names of the settings, for error messages."""
         return f"its settings are {', '.join(f.name for f in fields(cls.Options)) or 'none'}"
 
+    @classmethod
+    def _refuse_unknown(cls, options: Iterable[str], known: Container[str]) -> None:
+        unknown = [key for key in options if key not in known]
+        if unknown:
+            raise BilevelError(f"{cls.name} has no setting {', '.join(unknown)}; {cls.describe_options()}.")
+
     def change(self, **options: Any) -> None:
         """Change some of the options. Options that determine the shape of λ must not be changed."""
-        unknown = [key for key in options if not hasattr(self.options, key)]
-        if unknown:
-            raise BilevelError(f"{self.name} has no setting {', '.join(unknown)}; {self.describe_options()}.")
+        self._refuse_unknown(options, vars(self.options))
+        changed = replace(self.options, **options)
         if "batch_norm" in options:
             self._check_mode(options["batch_norm"])
             self.representation.batch_norm = options["batch_norm"]
         if "mirror" in options:
             self.representation.mirror = options["mirror"]
-        self.options = replace(self.options, **options)
+        self.options = changed
 
     def _check_mode(self, mode: str) -> None:
-        if mode not in MODES:
-            raise BilevelError(f"batch_norm={mode!r} is unknown; pass one of {', '.join(map(repr, MODES))}.")
         if mode not in self.batch_norm_modes:
             raise BilevelError(
                 f"{self.name} has no batch_norm={mode!r}; pass {' or '.join(map(repr, self.batch_norm_modes))}."
             )
-
-    def describe(self) -> str:
-        """T and the batch norm mode, if the learner has them, as the end of a sentence."""
-        steps = f", T = {self.steps}" if self.has_steps else ""
-        return steps + (f", batch norm: {self.batch_norm}" if self.has_batch_norm else "")
 
     @property
     def has_batch_norm(self) -> bool:

@@ -16,9 +16,9 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.engine.method import Method
-from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import Learner, LearnerOptions, Logits, NetworkOptions
+from bilevel.learners.settings import setting
 from bilevel.methods.first_order import FirstOrder
 from bilevel.methods.reverse import Reverse
 from bilevel.methods.unrolled import Unrolled
@@ -47,15 +47,8 @@ class DescentOptions(NetworkOptions):
         inner_lr: the step size of the inner gradient descent.
     """
 
-    steps: int = 5
-    inner_lr: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps < 1:
-            raise BilevelError(f"steps={self.steps} must be a whole number ≥ 1.")
-        if not self.inner_lr > 0:
-            raise BilevelError(f"inner_lr={self.inner_lr} must be positive.")
+    steps: int = setting(5, least=1)
+    inner_lr: float = setting(0.1, above=0)
 
 
 class BilevelLearner(Learner):
@@ -85,7 +78,6 @@ class BilevelLearner(Learner):
         **options: Any,
     ) -> None:
         self.method = method
-        self._problems: dict[Any, Problem] = {}
         super().__init__(module, shape, **options)
 
     @property
@@ -118,12 +110,9 @@ class BilevelLearner(Learner):
 
         return Problem(inner, outer, lambda lam: self.start(lam, ways))
 
-    def kept_problem(self, ways: int, *, training: bool = True) -> Problem:
-        """`problem`, built once, because the engine checks every new problem at its first use."""
-        key = (ways, training, self.method)
-        if key not in self._problems:
-            self._problems[key] = self.problem(ways, training=training)
-        return self._problems[key]
+    def episode_problem(self, ways: int, *, training: bool = True) -> Problem:
+        """`problem`, built once."""
+        return self.kept_problem((ways, training, self.method), lambda: self.problem(ways, training=training))
 
     def solutions(self, problem: Problem, task: Task, steps: int) -> Iterator[Tree]:
         """w_1, …, w_steps for an encoded task."""
@@ -134,10 +123,6 @@ class BilevelLearner(Learner):
             w, state = dynamics.step(partial(_loss, problem, self.lam, task.batch(t)), w, state, t)
             yield w
 
-    def __getstate__(self) -> dict[str, Any]:
-        # The problems hold references to this learner, so a copy builds its own.
-        return {**self.__dict__, "_problems": {}}
-
     # ------------------------------------------------------------------------------------------- the contract
 
     def inner_size(self, ways: int) -> int:
@@ -145,7 +130,7 @@ class BilevelLearner(Learner):
 
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
         images, labels = task.train
-        problem = self.kept_problem(int(labels.max()) + 1)
+        problem = self.episode_problem(int(labels.max()) + 1)
         tasks = [Task((images[i], labels[i]), tuple(x[i] for x in task.val[:2])) for i in range(len(images))]
         method = self.method or self.default_method
         result = hypergradient(problem, self.lam, tasks, dynamics=self.dynamics, steps=self.steps, method=method)
@@ -160,7 +145,7 @@ class BilevelLearner(Learner):
     @torch.no_grad()
     def _accuracies(self, task: Task, steps: int, scored: range) -> Tensor:
         (images, labels), (queries, answers, *_) = task.train, task.val
-        problem = self.kept_problem(int(labels.max()) + 1, training=False)
+        problem = self.episode_problem(int(labels.max()) + 1, training=False)
         rows = []
         for i in range(len(images)):
             encoded = self._encoded(problem, Task((images[i], labels[i]), (queries[i], answers[i])))
@@ -180,7 +165,7 @@ class BilevelLearner(Learner):
         return w
 
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> Logits:
-        problem = self.kept_problem(ways, training=False)
+        problem = self.episode_problem(ways, training=False)
         w = self.solution(problem, support, labels, steps)
 
         def logits(queries: Tensor) -> Tensor:

@@ -2,14 +2,20 @@
 
     p(class | x) = softmax(z/τ),   τ = argmin over τ of the mean of −log p(answer | x), smoothed; see `temperature`
 
-A picture is "none of these" if its score (`bilevel.learners.belonging`) is below a threshold. The threshold for a
-false-alarm rate r is the r-quantile of the scores of pictures that belong to one of the classes.
+A picture is "none of these" if its score is below a threshold. The threshold for a false-alarm rate r is the r-quantile
+of the scores of pictures that belong to one of the classes. There are two scores (`SCORES`):
+
+- "distance": −min over classes of ‖φ(x) − mean of φ over the labelled pictures of the class‖ with the representation φ;
+- "logit": the largest logit. Noise and pictures of other classes may have large logits too, because a linear classifier
+  is only trained to distinguish its classes.
+
+A calibration uses the score that finds more pictures of other classes on meta-validation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +23,6 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.learners.belonging import BELONGING
 from bilevel.tasks.episodes import Episodes
 
 if TYPE_CHECKING:
@@ -36,6 +41,11 @@ QUERIES = 5
 MOST_FOLDS = 10
 # A number of classes, or of labelled pictures per class, above this one is an error in the file.
 MOST = 10**9
+# Scores that are large for pictures of one of the classes and small for pictures of none of them.
+SCORES: dict[str, Callable[[FewShotClassifier, Any], Tensor]] = {
+    "logit": lambda classifier, images: classifier.scores(images).max(1).values.double(),
+    "distance": lambda classifier, images: -classifier.class_distances(images).min(1).values.double(),
+}
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Calibration:
         false_alarms: for every rate, the share of pictures of the classes that were "none of these" on meta-test.
         found: for every rate, the share of pictures of other classes that were "none of these"; None if there are no
             other classes.
-        score: the name of the score; see `bilevel.learners.belonging`.
+        score: the name of the score in `SCORES`.
     """
 
     ways: int
@@ -85,7 +95,7 @@ class Calibration:
             counts = all(type(count) is int and 1 <= count <= MOST for count in (made.ways, made.shots))
             if not finite or not COLDEST <= made.temperature <= HOTTEST or not counts:
                 raise ValueError("a number in it is out of bounds")
-            if made.score not in BELONGING:
+            if made.score not in SCORES:
                 raise ValueError(f"there is no score {made.score!r:.60}")
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BilevelError(
@@ -229,7 +239,7 @@ def threshold_from_support(
     for k in range(min(MOST_FOLDS, int(counts.max()))):
         left_out = fold == k
         others = classifier.learner.adapt(images[~left_out], numbers[~left_out], steps)
-        scores.append(BELONGING[score](others, images[left_out]))
+        scores.append(SCORES[score](others, images[left_out]))
     ordered = torch.cat(scores).sort().values
     return float(ordered[int(rate * (len(ordered) + 1)) - 1]), len(ordered)
 
@@ -268,11 +278,11 @@ def _classified(learner: Learner, episodes: Episodes, count: int, steps: int) ->
         inside = answers < ways
         logits.append(classifier.scores(queries[inside]))
         given.append(answers[inside])
-        own.append({name: score(classifier, queries[inside]) for name, score in BELONGING.items()})
+        own.append({name: score(classifier, queries[inside]) for name, score in SCORES.items()})
         if others:  # a separate call, because batch norm may use statistics of a query set
-            outside.append({name: score(classifier, queries[~inside]) for name, score in BELONGING.items()})
+            outside.append({name: score(classifier, queries[~inside]) for name, score in SCORES.items()})
     return _ClassifiedQueries(torch.cat(logits), torch.cat(given), _joined(own), _joined(outside) if others else None)
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts]) for name in BELONGING}
+    return {name: torch.cat([part[name] for part in parts]) for name in SCORES}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -64,7 +64,7 @@ def read_table(path: Path) -> dict[str, Any]:
 def read_configuration(path: Path) -> Configuration:
     """The configuration in a file: `settings` of a run's config.json, or settings by name, possibly with a `preset`.
 
-    Settings that only one learner has are in a table `options`. An unknown name is an error that lists the known ones.
+    Settings that only one learner has are in a table `options`.
     """
     table = read_table(path)
     # The config.json of a run has the settings under a key of their own, beside the command, the data and the commit.
@@ -73,21 +73,33 @@ def read_configuration(path: Path) -> Configuration:
     preset = None if recorded else values.pop("preset", None)
     if preset is not None and not isinstance(preset, str):
         raise BilevelError(f"{path}: preset={preset!r} is not the name of a preset.")
+    settings = typed_settings(values, str(path), extra=("preset",))
+    for key in PATHS:
+        value = settings.get(key)
+        if isinstance(value, str) and value and not value.startswith(ZOO_PREFIX) and (path.parent / value).is_dir():
+            settings[key] = str((path.parent / value).resolve())
+    threads = table.get("threads") if recorded else None
+    return Configuration(preset, settings, threads if isinstance(threads, int) and threads > 0 else None)
+
+
+def typed_settings(values: dict[str, Any], where: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings by name from a file, with numbers as numbers. An unknown name is an error that lists the known ones.
+
+    Args:
+        values: the settings.
+        where: the name of the file, for messages.
+        extra: names that the list of known ones begins with.
+    """
     hints = get_type_hints(TrainingSettings)
     for key in values:
         if key not in hints:
             similar = get_close_matches(key, hints, 1)
             suggestion = f" Did you mean {similar[0]}?" if similar else ""
             raise BilevelError(
-                f"{path}: there is no setting {key}.{suggestion} The settings are preset, "
-                f"{', '.join(f.name for f in fields(TrainingSettings))}. Settings that only one learner has go "
-                "into `options`."
+                f"{where}: there is no setting {key}.{suggestion} The settings are {', '.join([*extra, *hints])}. "
+                "Settings that only one learner has go into `options`."
             )
-    settings = {key: _typed(f"{path}: {key}", value, hints[key]) for key, value in values.items()}
-    for key in PATHS:
-        settings |= _absolute(settings, key, path.parent)
-    threads = table.get("threads") if recorded else None
-    return Configuration(preset, settings, threads if isinstance(threads, int) and threads > 0 else None)
+    return {key: _typed(f"{where}: {key}", value, hints[key]) for key, value in values.items()}
 
 
 def _parsed(text: str, kind: str) -> Any:
@@ -110,11 +122,3 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         except ValueError as error:
             raise BilevelError(f"{name}={value!r} is not a number.") from error
     return value
-
-
-def _absolute(settings: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:
-    """The setting as an absolute path, if it is the path of a folder relative to `folder`; else nothing."""
-    value = settings.get(key)
-    if not isinstance(value, str) or not value or value.startswith(ZOO_PREFIX) or not (folder / value).is_dir():
-        return {}
-    return {key: str((folder / value).resolve())}

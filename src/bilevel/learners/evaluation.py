@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bilevel.distributed import World
 from bilevel.errors import BilevelError
-from bilevel.problem import Task
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.stopping import Interrupted, StopRequest
 
@@ -20,24 +19,6 @@ if TYPE_CHECKING:
 
 # How many episodes are drawn and classified at a time. It bounds memory and does not change the result.
 GROUP = 20
-
-
-class Judgeable(Protocol):
-    """What `judge` can evaluate: an object that returns accuracies on stacked episodes."""
-
-    def accuracies(self, episodes: Task, steps: int) -> Tensor:
-        """Accuracies after 1…steps inner steps, episodes × steps; episodes × 1 for a learner without inner steps."""
-
-
-@dataclass(frozen=True)
-class AfterAllSteps:
-    """Evaluates a learner after its last inner step only, which is less work than after each step."""
-
-    learner: Learner
-    has_steps = False
-
-    def accuracies(self, episodes: Task, steps: int) -> Tensor:
-        return self.learner.accuracies(episodes, only_last=True)
 
 
 @dataclass(frozen=True)
@@ -59,25 +40,29 @@ class EpisodeScore:
 
 
 def judge(
-    learner: Judgeable,
+    learner: Learner,
     episodes: Episodes,
     count: int,
-    steps: int,
+    steps: int | None,
     world: World | None = None,
     report: Callable[[int], None] = lambda done: None,
     stop: StopRequest | bool = False,
 ) -> EpisodeScore:
-    """The score on episodes 0…count − 1. It raises `Interrupted` if a process is asked to stop."""
+    """The score on episodes 0…count − 1, after 1…steps inner steps; None: after the learner's last step only.
+
+    It raises `Interrupted` if a process is asked to stop.
+    """
     if count < 2:
         raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
     world = world or World()
-    steps = steps if getattr(learner, "has_steps", True) else 1
-    table = torch.zeros(count, steps, dtype=torch.float64)
+    columns = steps if steps is not None and learner.has_steps else 1
+    table = torch.zeros(count, columns, dtype=torch.float64)
     done = 0
-    for group in world.share(_groups(count)):
+    for group in world.share([range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]):
         if stop:
             break
-        table[group.start : group.stop] = learner.accuracies(episodes.batch(group), steps)
+        drawn = episodes.batch(group)
+        table[group.start : group.stop] = learner.accuracies(drawn, steps, only_last=steps is None)
         done += len(group)
         report(min(done * world.size, count))
     if world.any(bool(stop)):
@@ -105,7 +90,7 @@ class FinalScore:
 
 
 def choose_and_test(
-    learner: Judgeable,
+    learner: Learner,
     val: Episodes,
     test: Episodes,
     count: int,
@@ -113,11 +98,7 @@ def choose_and_test(
     report: Callable[[int], None] = lambda done: None,
 ) -> FinalScore:
     """Choose T among `tried` on `count` episodes of meta-validation, and evaluate it once on as many of meta-test."""
-    tried = tried if getattr(learner, "has_steps", True) else range(1, 2)
+    tried = tried if learner.has_steps else range(1, 2)
     validation = judge(learner, val, count, tried[-1], report=report)
     steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
     return FinalScore(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
-
-
-def _groups(count: int) -> Sequence[range]:
-    return [range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]

@@ -25,7 +25,6 @@ from bilevel.training.log import read_metrics
 if TYPE_CHECKING:
     from bilevel.data.preparation import Preparation
 
-PREFIX = ZOO_PREFIX
 # The data set in the settings of a learner whose card names none.
 UNKNOWN = "unknown data"
 # The file that `bilevel evaluate` and `bilevel calibrate` write into the folder of a run.
@@ -137,8 +136,11 @@ def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> 
     spec = _stem(spec)
     if is_recipe(Path(spec)):
         spec = _last_stage(Path(spec))
-    if spec.startswith(PREFIX):
-        model = _from_zoo(spec.removeprefix(PREFIX))
+    if spec.startswith(ZOO_PREFIX):
+        name = spec.removeprefix(ZOO_PREFIX)
+        if name not in zoo():
+            raise BilevelError(f"The zoo has no model {name!r}. Its models are {', '.join(zoo())}.")
+        model = _from_files(spec, ZOO / name)
     elif RunFolder(Path(spec)).exists() or Path(spec).is_dir():
         model = _from_run(Path(spec))
     elif Path(spec).with_name(Path(spec).name + ".json").exists():
@@ -146,7 +148,7 @@ def find(spec: str, batch_norm: str | None = None, near: Path | None = None) -> 
     else:
         raise BilevelError(
             f"There is no trained model {spec!r}. Pass the folder of a run (`bilevel runs` lists them), or a model "
-            f"that comes with the package: {', '.join(PREFIX + name for name in zoo())}."
+            f"that comes with the package: {', '.join(ZOO_PREFIX + name for name in zoo())}."
         )
     if batch_norm is None or batch_norm == model.learner.batch_norm:
         return model
@@ -185,12 +187,6 @@ def _last_stage(path: Path) -> str:
     return str(trained[-1])
 
 
-def _from_zoo(name: str) -> TrainedLearner:
-    if name not in zoo():
-        raise BilevelError(f"The zoo has no model {name!r}. Its models are {', '.join(zoo())}.")
-    return _from_files(PREFIX + name, ZOO / name)
-
-
 def _from_files(name: str, stem: Path) -> TrainedLearner:
     card = read_json(stem.with_name(stem.name + ".json"))
     if not isinstance(card, dict) or not isinstance(card.get("learner"), dict):
@@ -224,12 +220,11 @@ def _from_run(path: Path) -> TrainedLearner:
     learner = learner_from_settings(config.get("learner"), str(folder.config_file))
     learner.set_weights(weights)
     learner.recall_preparation(config.get("preparation"))
-    metrics = read_metrics(folder.path)
-    minutes = [line["minutes"] for line in metrics if _is_validation_of(line, facts)]
+    metrics, iterations = read_metrics(folder.path), facts.get("iteration")
+    minutes = [line["minutes"] for line in metrics if "minutes" in line and line["iteration"] == iterations]
     curve = [
         [line["iteration"], line["score"], line["interval"]] for line in metrics if {"score", "interval"} <= line.keys()
     ]
-    iterations = facts.get("iteration")
     images = None if iterations is None else iterations * settings.images_in_iteration
     training = {"hyperiterations": iterations, "images": images, "minutes": minutes[0] if minutes else None}
     card = {**config, "weights": facts, "training": training, "curve": curve}
@@ -254,8 +249,3 @@ def learner_from_settings(settings: Any, where: str) -> Learner:
         raise BilevelError(
             f"{where} does not describe a learner ({error!r}). Train or save the model again."
         ) from error
-
-
-def _is_validation_of(line: dict[str, Any], facts: dict[str, Any]) -> bool:
-    """Whether a line of the metrics is the validation at which these weights were saved."""
-    return "minutes" in line and line.get("iteration") == facts.get("iteration")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from bilevel.dynamics import DynamicsLike
 from bilevel.engine.method import Hypergradient, Method
-from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import Learner, LearnerOptions, NetworkOptions
-from bilevel.learners.representation import CENTRE, FIRST_LENGTH, LENGTH
+from bilevel.learners.settings import setting
 from bilevel.models import heads
 from bilevel.problem import Problem, Task
 
@@ -38,14 +37,8 @@ class HeadOptions(NetworkOptions):
     """
 
     normalise: bool = False
-    scale: float = 1.0
-    penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = [f.name for f in fields(self) if f.type == "float" and not getattr(self, f.name) > 0]
-        if wrong:
-            raise BilevelError(f"{wrong[0]}={getattr(self, wrong[0])} must be positive.")
+    scale: float = setting(1.0, above=0)
+    penalty: float = setting(1.0, above=0)
 
 
 class LinearHead(Learner):
@@ -62,9 +55,6 @@ class LinearHead(Learner):
 
     def build(self) -> None:
         like = next(iter(self.lam.values()))
-        if self.options.normalise:
-            self.lam[CENTRE] = like.new_zeros(self.features - 1)
-            self.lam[LENGTH] = like.new_tensor(FIRST_LENGTH).log()
         self.lam[SCALE] = like.new_tensor(self.options.scale).log()
         self.lam[PENALTY] = like.new_tensor(self.options.penalty).log()
 
@@ -159,7 +149,6 @@ class SolvedHead(LinearHead):
 
     def __init__(self, *arguments: Any, method: Method | None = None, **options: Any) -> None:
         self.method = method
-        self._problems: dict[tuple[int, int, int, bool], Problem] = {}
         super().__init__(*arguments, **options)
 
     @abstractmethod
@@ -190,9 +179,7 @@ class SolvedHead(LinearHead):
     def problem(self, episodes: int, ways: int, examples: int, *, encoded: bool = False) -> Problem:
         """The bilevel problem of stacked episodes. With `encoded`, a task holds features instead of images."""
         key = (episodes, ways, examples, encoded)
-        if key not in self._problems:  # stored, because the engine checks every new problem at its first use
-            self._problems[key] = self._new_problem(*key)
-        return self._problems[key]
+        return self.kept_problem(key, lambda: self._new_problem(*key))
 
     def _new_problem(self, episodes: int, ways: int, examples: int, encoded: bool) -> Problem:
         def encode(lam: Leaves, task: Task) -> Task:
@@ -238,10 +225,6 @@ class SolvedHead(LinearHead):
 
     def inner_size(self, ways: int) -> int:
         return self.start(self.lam, 1, ways, ways).numel()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The problems hold references to this learner, so a copy builds its own.
-        return {**self.__dict__, "_problems": {}}
 
 
 def row_weights(labels: Tensor, ways: int) -> Tensor:

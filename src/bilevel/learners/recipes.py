@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bilevel.errors import BilevelError
-from bilevel.learners.configuration import read_table
+from bilevel.files import read_json
+from bilevel.learners.configuration import read_table, typed_settings
 from bilevel.learners.settings import TrainingSettings
 
 # The file in the folder of a recipe that holds the recipe.
@@ -83,12 +84,10 @@ class Recipe:
     @classmethod
     def read(cls, folder: Path) -> Recipe:
         """The recipe in a folder."""
-        from bilevel.files import read_json
-
-        return cls._of_json(read_json(folder / FILE), folder / FILE)
+        return cls._recorded(read_json(folder / FILE), folder / FILE)
 
     @classmethod
-    def _of_json(cls, contents: Any, path: Path) -> Recipe:
+    def _recorded(cls, contents: Any, path: Path) -> Recipe:
         stages = contents.get("stages") if isinstance(contents, dict) else None
         if not isinstance(stages, dict) or not all(isinstance(values, dict) for values in stages.values()):
             raise BilevelError(
@@ -98,14 +97,11 @@ class Recipe:
 
     @classmethod
     def load(cls, path: Path) -> Recipe:
-        """From a file with one table [[stage]] per stage: its name, and the settings that differ from the defaults."""
-        return cls.of_table(read_table(path), path)
-
-    @classmethod
-    def of_table(cls, table: dict[str, Any], path: Path) -> Recipe:
-        """From the contents of such a file, or of a recipe.json. `path` is for messages."""
+        """From a file with one table [[stage]] per stage (its name, and the settings that differ from the defaults), or
+        from a recipe.json."""
+        table = read_table(path)
         if "stages" in table:
-            return cls._of_json(table, path)
+            return cls._recorded(table, path)
         stages = table.get("stage")
         common = {key: value for key, value in table.items() if not isinstance(value, (dict, list))}
         tables = isinstance(stages, list) and all(isinstance(values, dict) for values in stages)
@@ -121,19 +117,17 @@ class Recipe:
                     f"{path}: stage {number} is called {name!r}. Every stage needs a name of its own, without a slash."
                 )
             own = {key: value for key, value in values.items() if key != "name"}
-            by_name[name] = _settings({**common, **own}, f"{path}, stage {name!r}")
+            where = f"{path}, stage {name!r}"
+            if "initial" in {**common, **own}:
+                raise BilevelError(
+                    f"{where}: a stage begins with the weights of the one before it; leave `initial` out."
+                )
+            settings = typed_settings({**common, **own}, where)
+            try:
+                by_name[name] = TrainingSettings(**settings)
+            except BilevelError as error:
+                raise BilevelError(f"{where}: {error}") from error
         return cls(by_name)
-
-
-def _settings(values: dict[str, Any], where: str) -> TrainingSettings:
-    known = [f.name for f in fields(TrainingSettings) if f.name != "initial"]
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise BilevelError(f"{where}: there is no setting {', '.join(unknown)}; the settings are {', '.join(known)}.")
-    try:
-        return TrainingSettings(**values)
-    except BilevelError as error:
-        raise BilevelError(f"{where}: {error}") from error
 
 
 def is_recipe(folder: Path) -> bool:

@@ -15,7 +15,6 @@ import torch
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
 from bilevel.learners import calibration, library
-from bilevel.learners.belonging import BELONGING
 from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.library import TrainedLearner
 from bilevel.learners.settings import TrainingSettings
@@ -80,7 +79,7 @@ class NoneOfThese:
 
     def __call__(self, images: Any) -> list[bool]:
         """Which pictures are of none of the classes."""
-        return (BELONGING[self.score](self.classifier, images) < self.bound).tolist()
+        return (calibration.SCORES[self.score](self.classifier, images) < self.bound).tolist()
 
 
 def none_of_these(model: TrainedLearner, classifier: FewShotClassifier, rate: float) -> NoneOfThese:

@@ -31,6 +31,11 @@ SHORTEST = 1e-6
 TOGETHER_BYTES = 1024**2
 
 
+def first_normalisation(features: int, like: Tensor) -> dict[str, Tensor]:
+    """The leaves of λ that `normalise` adds, at the beginning of a training."""
+    return {CENTRE: like.new_zeros(features), LENGTH: like.new_tensor(FIRST_LENGTH).log()}
+
+
 class Representation:
     """The features of images for given weights. The last feature is the constant 1 of the bias.
 

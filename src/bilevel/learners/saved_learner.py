@@ -27,7 +27,7 @@ NAMED = 8
 
 
 class SavedLearner(ABC):
-    """A learner as tensors and settings that can be saved and loaded."""
+    """A learner as tensors and settings that can be saved, loaded and copied."""
 
     representation: Representation
     lam: dict[str, Tensor]
@@ -97,6 +97,10 @@ class SavedLearner(ABC):
         finally:
             for layer in recorded_layers:
                 layer.seen = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The problems hold references to this learner, so a copy builds its own.
+        return {**self.__dict__, "_problems": {}}
 
     @contextmanager
     def at(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -10,151 +11,139 @@ from bilevel.errors import BilevelError
 
 # Settings that some learners have and others do not.
 LEARNER_FIELDS = {
-    "network",
-    "last_relu",
-    "normalise",
-    "mirror",
-    "steps",
-    "inner_lr",
-    "step_bound",
-    "l2",
-    "batch_norm",
-    "method",
-    "global_loss",
-    "classifier",
-    "label_smoothing",
-    "images",
-    "precision",
+    *("network", "last_relu", "normalise", "mirror", "batch_norm", "steps", "inner_lr", "step_bound", "l2", "method"),
+    *("global_loss", "classifier", "label_smoothing", "images", "precision"),
 }
 # The largest number in single precision, and the largest number of inner steps.
 LARGEST_FLOAT, MOST_STEPS = 3.4e38, 10_000
+# The bounds of a setting: the comparison of a value with the bound, and the words of the error.
+BOUNDS = {"least": (operator.ge, "at least"), "above": (operator.gt, "above"), "below": (operator.lt, "below")}
 
 
-def _setting(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str = "", **bounds: float) -> Any:
+    """A field with a help text and the bounds of its value: `least`, `above` and `below`; see `check_values`."""
+    return field(default=default, metadata={"help": text, **bounds})
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """The settings of `bilevel train`. The defaults are the paper's for Omniglot, without rotations."""
 
-    learner: str = _setting("hyper-representation", "The strategy; `bilevel list learners` lists them.")
-    dataset: str = _setting("omniglot", "A data set, or the path of a folder of class folders.")
-    network: str = _setting("omniglot-net", "The representation h: omniglot-net, c4l, c4l-64 or rn.")
-    last_relu: bool = _setting(True, "Whether the network ends with a ReLU.")
-    normalise: bool = _setting(
+    learner: str = setting("hyper-representation", "The strategy; `bilevel list learners` lists them.")
+    dataset: str = setting("omniglot", "A data set, or the path of a folder of class folders.")
+    network: str = setting("omniglot-net", "The representation h: omniglot-net, c4l, c4l-64 or rn.")
+    last_relu: bool = setting(True, "Whether the network ends with a ReLU.")
+    normalise: bool = setting(
         False, "Whether features are centred and scaled to one length; centre and length are learned."
     )
-    mirror: bool = _setting(False, "Whether features are the mean over a picture and its mirror image.")
-    image_size: int = _setting(
-        0, "Pixels per side to which images of a folder or of MiniImagenet are scaled; 0: the size of the data set."
+    mirror: bool = setting(False, "Whether features are the mean over a picture and its mirror image.")
+    image_size: int = setting(
+        0,
+        "Pixels per side to which images of a folder or of MiniImagenet are scaled; 0: the size of the data set.",
+        least=0,
     )
-    channels: Literal["", "gray", "rgb"] = _setting(
+    channels: Literal["", "gray", "rgb"] = setting(
         "",
         "Channels of a folder's images. By default those of --initial; without it, gray for drawings, else rgb.",
     )
-    prepare: Literal["", "photograph", "drawing", "gray-drawing"] = _setting(
+    prepare: Literal["", "photograph", "drawing", "gray-drawing"] = setting(
         "",
         "How a folder's pictures are prepared: drawings are cleaned and cropped to their ink. By default as for "
         "--initial; without it, as photographs.",
     )
-    invert: bool = _setting(
+    invert: bool = setting(
         False, "Whether to swap light and dark in a folder's pictures. For drawings this is found automatically."
     )
-    split: str = _setting(
+    split: str = setting(
         "",
         "Shares of a folder's classes for meta-training, meta-validation and meta-test; 0.64,0.16,0.2 if not given. A "
         "folder with train/, val/ and test/ needs none.",
     )
-    strict: bool = _setting(False, "Whether an unreadable picture of a folder is an error; if not, it is left out.")
-    augment: str = _setting(
+    strict: bool = setting(False, "Whether an unreadable picture of a folder is an error; if not, it is left out.")
+    augment: str = setting(
         "", "Random changes of training images: some of flip, crop, zoom, colour, separated by commas."
     )
-    rotations: bool = _setting(False, "Whether rotations of a class by 90, 180 and 270 degrees are classes too.")
-    ways: int = _setting(5, "Classes in an episode.")
-    shots: int = _setting(1, "Support images of each class.")
-    queries: int = _setting(15, "Query images of each class.")
-    outer: Literal["query", "support"] = _setting(
+    rotations: bool = setting(False, "Whether rotations of a class by 90, 180 and 270 degrees are classes too.")
+    ways: int = setting(5, "Classes in an episode.", least=2)
+    shots: int = setting(1, "Support images of each class.", least=1)
+    queries: int = setting(15, "Query images of each class.", least=1)
+    outer: Literal["query", "support"] = setting(
         "query", "The set of the outer objective in training; support is the paper's Bilevel-train, without queries."
     )
-    train_ways: int = _setting(0, "Classes in a training episode; 0: as many as ways.")
-    train_shots: int = _setting(0, "Support images of each class in a training episode; 0: as many as shots.")
-    most_shots: int = _setting(
-        0, "Draw the number of shots at random in every hyperiteration of training, up to this number; 0: do not."
+    train_ways: int = setting(0, "Classes in a training episode; 0: as many as ways.", least=0)
+    train_shots: int = setting(0, "Support images of each class in a training episode; 0: as many as shots.", least=0)
+    most_shots: int = setting(
+        0,
+        "Draw the number of shots at random in every hyperiteration of training, up to this number; 0: do not.",
+        least=0,
     )
-    global_loss: float = _setting(
-        0.0, "Weight of the loss of one classifier over all training classes, which is added to that of the episodes."
+    global_loss: float = setting(
+        0.0,
+        "Weight of the loss of one classifier over all training classes, which is added to that of the episodes.",
+        least=0,
     )
-    classifier: Literal["linear", "cosine"] = _setting(
-        "linear", "The kind of the classifier over all training classes."
+    classifier: Literal["linear", "cosine"] = setting("linear", "The kind of the classifier over all training classes.")
+    label_smoothing: float = setting(
+        0.0, "Label smoothing of the classifier over all training classes.", least=0, below=1
     )
-    label_smoothing: float = _setting(0.0, "Label smoothing of the classifier over all training classes.")
-    images: int = _setting(0, "Images in a hyperiteration of multiclass; 0: as many as a meta-batch of episodes has.")
-    precision: Literal["float32", "bfloat16"] = _setting(
+    images: int = setting(
+        0, "Images in a hyperiteration of multiclass; 0: as many as a meta-batch of episodes has.", least=0
+    )
+    precision: Literal["float32", "bfloat16"] = setting(
         "float32",
         "The precision of multiclass's convolutions. bfloat16 is faster on processors that have instructions for it.",
     )
-    meta_batch: int = _setting(32, "Episodes in a hyperiteration.")
-    steps: int = _setting(5, "T, the inner steps.")
-    inner_lr: float = _setting(0.1, "The step size of the inner gradient descent.")
-    step_bound: float = _setting(
+    meta_batch: int = setting(32, "Episodes in a hyperiteration.", least=1)
+    steps: int = setting(5, "T, the inner steps.", least=1)
+    inner_lr: float = setting(0.1, "The step size of the inner gradient descent.", above=0)
+    step_bound: float = setting(
         1.0,
         "Bound the inner step size of an episode by step_bound/ν, where ν is the curvature of its inner objective at "
         "w = 0. Steps above 2/ν do not converge. 0: no bound.",
+        least=0,
     )
-    l2: float = _setting(0.0, "Weight of ‖w‖²/2 in the inner objective.")
-    batch_norm: Literal["episode", "support", "running"] = _setting(
+    l2: float = setting(0.0, "Weight of ‖w‖²/2 in the inner objective.", least=0)
+    batch_norm: Literal["episode", "support", "running"] = setting(
         "episode", "The images whose statistics batch norm uses."
     )
-    method: Literal["reverse", "reverse-sqrt", "unrolled", "first-order"] = _setting(
+    method: Literal["reverse", "reverse-sqrt", "unrolled", "first-order"] = setting(
         "reverse", "How the hypergradient is computed. reverse is the default method of the learner."
     )
-    optimizer: Literal["adam", "sgd"] = _setting("adam", "The optimiser of λ; sgd is with Nesterov's momentum.")
-    momentum: float = _setting(0.9, "The momentum of sgd.")
-    weight_decay: float = _setting(
-        0.0, "The weight decay of λ's matrices and filters; with adam it is decoupled from the gradient (AdamW)."
+    optimizer: Literal["adam", "sgd"] = setting("adam", "The optimiser of λ; sgd is with Nesterov's momentum.")
+    momentum: float = setting(0.9, "The momentum of sgd.", least=0, below=1)
+    weight_decay: float = setting(
+        0.0,
+        "The weight decay of λ's matrices and filters; with adam it is decoupled from the gradient (AdamW).",
+        least=0,
     )
-    lr: float = _setting(1e-3, "The optimiser's step size on λ.")
-    schedule: Literal["inverse", "cosine", "steps"] = _setting(
+    lr: float = setting(1e-3, "The optimiser's step size on λ.", above=0)
+    schedule: Literal["inverse", "cosine", "steps"] = setting(
         "inverse",
         "How lr falls: inverse, as lr/(1 + decay·k); cosine, as half a cosine to 0 at the last hyperiteration; steps, "
         "by a factor of 10 after 1/2, 3/4 and 9/10 of the hyperiterations.",
     )
-    warmup: int = _setting(0, "Hyperiterations at the beginning in which lr rises from 0.")
-    decay: float = _setting(1e-5, "The decay of the schedule inverse, lr/(1 + decay·k) in hyperiteration k.")
-    clip: float = _setting(0.0, "Clip every element of the hypergradient to ± this number; 0: do not.")
-    average: float = _setting(
-        0.0, "Use a moving average of λ with this factor for validation and for the result; 0: do not."
+    warmup: int = setting(0, "Hyperiterations at the beginning in which lr rises from 0.", least=0)
+    decay: float = setting(1e-5, "The decay of the schedule inverse, lr/(1 + decay·k) in hyperiteration k.", least=0)
+    clip: float = setting(0.0, "Clip every element of the hypergradient to ± this number; 0: do not.", least=0)
+    average: float = setting(
+        0.0,
+        "Use a moving average of λ with this factor for validation and for the result; 0: do not.",
+        least=0,
+        below=1,
     )
-    iterations: int = _setting(100_000, "The largest number of hyperiterations.")
-    validate_every: int = _setting(1000, "Hyperiterations between validations.")
-    validation_episodes: int = _setting(600, "Episodes of a validation.")
-    patience: int = _setting(40, "Validations without a new best after which to stop; 0: do not.")
-    checkpoint_every: int = _setting(200, "Hyperiterations between checkpoints.")
-    initial: str = _setting("", "Begin with the weights of this run or of zoo:NAME instead of random weights.")
-    seed: int = _setting(0, "The seed of the weights, the episodes and the split of classes.")
+    iterations: int = setting(100_000, "The largest number of hyperiterations.", least=0)
+    validate_every: int = setting(1000, "Hyperiterations between validations.", least=1)
+    validation_episodes: int = setting(600, "Episodes of a validation.", least=2)
+    patience: int = setting(40, "Validations without a new best after which to stop; 0: do not.", least=0)
+    checkpoint_every: int = setting(200, "Hyperiterations between checkpoints.", least=1)
+    initial: str = setting("", "Begin with the weights of this run or of zoo:NAME instead of random weights.")
+    seed: int = setting(0, "The seed of the weights, the episodes and the split of classes.", least=0)
     options: dict[str, Any] = field(
         default_factory=dict, hash=False, metadata={"help": "Settings that only this learner has."}
     )
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            check_kind(name, getattr(self, name), hint)
-        for name in ("shots", "queries", "meta_batch", "steps", "validate_every", "checkpoint_every"):
-            _at_least(self, name, 1)
-        for name in ("ways", "validation_episodes"):
-            _at_least(self, name, 2)
-        counts = ("iterations", "patience", "image_size", "train_ways", "train_shots", "most_shots", "images", "warmup")
-        for name in (*counts, "seed", "l2", "decay", "clip", "step_bound", "global_loss", "weight_decay"):
-            _at_least(self, name, 0)
-        for name in ("momentum", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise BilevelError(f"{name}={getattr(self, name)} must be at least 0 and below 1.")
-        for name in ("inner_lr", "lr"):
-            if not getattr(self, name) > 0:
-                raise BilevelError(f"{name}={getattr(self, name)} must be positive.")
-        if not 0 <= self.average < 1:
-            raise BilevelError(f"average={self.average} must be at least 0 and below 1; 0.999 is a good value.")
+        check_values(self)
         self.fractions()
         if self.seed >= 2**60:
             raise BilevelError(f"seed={self.seed} is too large; pass a whole number below 2⁶⁰.")
@@ -238,10 +227,16 @@ class TrainingSettings:
         return cls(**values)
 
 
-def _at_least(settings: TrainingSettings, name: str, least: int) -> None:
-    value = getattr(settings, name)
-    if not value >= least:
-        raise BilevelError(f"{name}={value} must be at least {least}.")
+def check_values(settings: Any) -> None:
+    """Raise an error unless every field of a dataclass has the type of its annotation and is within its bounds."""
+    hints = get_type_hints(type(settings))
+    for f in fields(settings):
+        value = getattr(settings, f.name)
+        check_kind(f.name, value, hints[f.name])
+        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
+        if not all(holds(value, bound) for holds, _, bound in bounds):
+            listed = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
+            raise BilevelError(f"{f.name}={value} must be {listed}.")
 
 
 def check_kind(name: str, value: Any, hint: Any) -> None:

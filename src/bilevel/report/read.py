@@ -11,7 +11,8 @@ from typing import Any
 
 from bilevel.errors import BilevelError
 from bilevel.files import read_json
-from bilevel.learners.library import PREFIX, zoo
+from bilevel.learners import ZOO_PREFIX
+from bilevel.learners.library import zoo
 from bilevel.training.log import read_metrics
 
 # Where to look without specs; the last folder holds the results that come with the source tree.
@@ -111,8 +112,8 @@ def _default_specs() -> list[str]:
 
 def _add(spec: str, found: ReportSources) -> None:
     path = Path(spec)
-    if spec.startswith(PREFIX):
-        name = spec.removeprefix(PREFIX)
+    if spec.startswith(ZOO_PREFIX):
+        name = spec.removeprefix(ZOO_PREFIX)
         if name not in zoo():
             raise BilevelError(f"The zoo has no {name!r}; it has {', '.join(zoo())}.")
         card = zoo()[name]
@@ -134,7 +135,7 @@ def _add(spec: str, found: ReportSources) -> None:
     else:
         raise BilevelError(
             f"There is no {spec!r}. Pass a result's folder or its result.json, a run's folder, a folder that holds "
-            f"some, or a model that comes with the package: {', '.join(PREFIX + name for name in zoo())}."
+            f"some, or a model that comes with the package: {', '.join(ZOO_PREFIX + name for name in zoo())}."
         )
 
 

@@ -37,6 +37,6 @@ class ANIL(MAML):
         return False
 
     def adapted(self, support: Tensor, labels: Tensor, ways: int, steps: int) -> LinearLogits:
-        w = self.solution(self.kept_problem(ways, training=False), support, labels, steps)
+        w = self.solution(self.episode_problem(ways, training=False), support, labels, steps)
         head = self.weights(w, self.lam)[HEAD]
         return LinearLogits(self, support, head, head.new_ones(()))

@@ -12,9 +12,9 @@ from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.dynamics.ista import ISTA
 from bilevel.dynamics.penalties import L1, Penalty
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.catalogue.maml import MAML, MAMLOptions
+from bilevel.learners.settings import setting
 from bilevel.trees import Tree
 
 
@@ -40,13 +40,8 @@ class CommonModelOptions(MAMLOptions):
         penalty: "square", ρ/2 ‖w‖², or "absolute", ρ ‖w‖₁: a task differs from the common model in a few weights.
     """
 
-    rho: float = 0.1
+    rho: float = setting(0.1, least=0)
     penalty: Literal["square", "absolute"] = "square"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.rho >= 0:
-            raise BilevelError(f"rho={self.rho} must be at least 0.")
 
 
 class CommonModel(MAML):

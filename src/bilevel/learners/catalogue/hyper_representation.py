@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +18,7 @@ from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import Learner, LearnerOptions, option
 from bilevel.learners.bilevel_learner import METHODS, DescentOptions
 from bilevel.learners.class_loss import ClassLoss
-from bilevel.learners.representation import CENTRE, FIRST_LENGTH, LENGTH
-from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.settings import TrainingSettings, setting
 from bilevel.learners.streams import training_classes
 from bilevel.methods.dual_descent import DualDescent
 from bilevel.methods.reverse import Reverse
@@ -38,14 +37,9 @@ Batch = tuple[Tensor, Tensor]
 class HyperRepresentationOptions(DescentOptions):
     """The settings of `HyperRepresentation`; see there."""
 
-    step_bound: float = 0.0
-    l2: float = 0.0
+    step_bound: float = setting(0.0, least=0)
+    l2: float = setting(0.0, least=0)
     normalise: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.l2 >= 0 or not self.step_bound >= 0:
-            raise BilevelError(f"l2={self.l2} and step_bound={self.step_bound} must be at least 0.")
 
 
 class HyperRepresentation(Learner):
@@ -123,7 +117,6 @@ class HyperRepresentation(Learner):
         if not class_weight >= 0 or (class_weight and class_loss is None):
             raise BilevelError(f"class_weight={class_weight} must be at least 0, and above 0 it needs a class_loss.")
         self.class_loss, self.class_weight, self._seed, self.method = class_loss, class_weight, seed, method
-        self._problems: dict[tuple[int, int], Problem] = {}
         super().__init__(
             module,
             shape,
@@ -148,11 +141,8 @@ class HyperRepresentation(Learner):
         return not self.class_weight
 
     def build(self) -> None:
-        like = next(iter(self.lam.values()))
-        if self.normalise:
-            self.lam[CENTRE] = like.new_zeros(self.features - 1)
-            self.lam[LENGTH] = like.new_tensor(FIRST_LENGTH).log()
         if self.class_loss is not None:
+            like = next(iter(self.lam.values()))
             leaves = self.class_loss.new(self.features - 1, self._seed)
             self.lam |= {name: leaf.to(like) for name, leaf in leaves.items()}
 
@@ -223,13 +213,7 @@ class HyperRepresentation(Learner):
 
     def problem(self, episodes: int, ways: int) -> Problem:
         """The bilevel problem of stacked episodes: one task, whose w holds a classifier for each episode."""
-        if (episodes, ways) not in self._problems:  # stored, because the engine checks every new problem
-            self._problems[episodes, ways] = self._new_problem(episodes, ways)
-        return self._problems[episodes, ways]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The problems hold references to this learner, so a copy builds its own.
-        return {**self.__dict__, "_problems": {}}
+        return self.kept_problem((episodes, ways), lambda: self._new_problem(episodes, ways))
 
     def _new_problem(self, episodes: int, ways: int) -> Problem:
         def encode(lam: dict[str, Tensor], task: Task) -> Task:
@@ -239,17 +223,14 @@ class HyperRepresentation(Learner):
 
         def outer(w: Tensor, lam: Any, batch: tuple[Tensor, ...]) -> Tensor:
             loss = LinearClassifiers()(w, lam, (batch[0], batch[1])) / episodes
-            return loss + self._weighted_class_loss(lam, batch[0], batch[2]) if self.class_weight else loss
+            if self.class_weight and self.class_loss is not None:  # it does not use the constant feature
+                loss = loss + self.class_weight * self.class_loss(lam, batch[0][..., :-1], batch[2])
+            return loss
 
         def init(lam: dict[str, Tensor]) -> Tensor:
             return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
 
         return Problem(LinearClassifiers(self.l2), outer, init, encode)
-
-    def _weighted_class_loss(self, lam: Mapping[str, Tensor], features: Tensor, classes: Tensor) -> Tensor:
-        """The term of E for the classifier over all classes, which does not use the constant feature."""
-        assert self.class_loss is not None
-        return self.class_weight * self.class_loss(lam, features[..., :-1], classes)
 
     # ------------------------------------------------------------------------------------------- the contract
 

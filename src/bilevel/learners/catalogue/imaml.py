@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from bilevel.engine.method import Method
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.catalogue.maml import MAML, MAMLOptions, Weights
+from bilevel.learners.settings import setting
 from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, relative
 from bilevel.methods.implicit import Implicit
 from bilevel.problem import Problem
@@ -56,16 +56,9 @@ class IMAMLOptions(MAMLOptions):
         cg_steps: conjugate gradient steps for the linear system.
     """
 
-    steps: int = 16
-    rho: float = 2.0
-    cg_steps: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.rho > 0:
-            raise BilevelError(f"rho={self.rho} must be positive.")
-        if self.cg_steps < 1:
-            raise BilevelError(f"cg_steps={self.cg_steps} must be a whole number ≥ 1.")
+    steps: int = setting(16, least=1)
+    rho: float = setting(2.0, above=0)
+    cg_steps: int = setting(5, least=1)
 
 
 class IMAML(MAML):

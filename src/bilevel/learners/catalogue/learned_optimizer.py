@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bilevel import trees
 from bilevel.dynamics import Dynamics, DynamicsLike, gradient
 from bilevel.dynamics.base import Loss
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.catalogue.maml import MAML, MAMLOptions, Weights
+from bilevel.learners.settings import setting
 from bilevel.trees import Tree
 
 OPTIMIZER = "optimizer"
@@ -36,16 +36,9 @@ class RecurrentOptions(MAMLOptions):
     """
 
     adapts: Literal["head", "all"] = "head"
-    hidden: int = 20
+    hidden: int = setting(20, least=1)
     first_order: bool = True
-    log_range: float = 10.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hidden < 1:
-            raise BilevelError(f"hidden={self.hidden} must be a whole number ≥ 1.")
-        if not self.log_range > 0:
-            raise BilevelError(f"log_range={self.log_range} must be positive.")
+    log_range: float = setting(10.0, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from bilevel.errors import BilevelError
 from bilevel.hypergradients import hypergradient
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.bilevel_learner import BilevelLearner, DescentOptions
+from bilevel.learners.settings import setting
 from bilevel.methods.reverse import Reverse
 from bilevel.models.batch_norm import Mode
 from bilevel.models.networks import stacked
@@ -42,13 +43,8 @@ class MAMLOptions(DescentOptions):
     """
 
     head: Literal["zero", "learned"] = "zero"
-    head_ways: int = 5
-    trained_ways: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.trained_ways < 0:
-            raise BilevelError(f"trained_ways={self.trained_ways} must be a whole number ≥ 0.")
+    head_ways: int = setting(5, least=1)
+    trained_ways: int = setting(0, least=0)
 
 
 class MAML(BilevelLearner):
@@ -183,8 +179,7 @@ class MAML(BilevelLearner):
         def init(lam: Weights) -> dict[str, Tensor]:
             return {name: stacked(leaf, count) for name, leaf in self.start(lam, ways).items()}
 
-        key = (ways, count, self.method, "together")
-        return self._problems.setdefault(key, Problem(inner, outer, init))
+        return self.kept_problem((ways, count, self.method, "together"), lambda: Problem(inner, outer, init))
 
     def problem(self, ways: int, *, training: bool = True) -> Problem:
         def encode(lam: Weights, task: Task) -> Task:

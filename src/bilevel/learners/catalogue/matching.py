@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner
+from bilevel.learners.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,9 @@ class MatchingOptions(NetworkOptions):
         reads: K, how often the LSTM of a query reads the support set. Only used with `context`.
     """
 
-    sharpness: float = 10.0
+    sharpness: float = setting(10.0, above=0)
     context: bool = False
-    reads: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.sharpness > 0 or self.reads < 1:
-            raise BilevelError(f"sharpness={self.sharpness} must be positive, and reads={self.reads} at least 1.")
+    reads: int = setting(5, least=1)
 
 
 class Matching(ScoringLearner):

@@ -13,6 +13,7 @@ from torch import Tensor
 from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner
+from bilevel.learners.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +26,9 @@ class MemoryModuleOptions(NetworkOptions):
         sharpness: the factor that turns cosines into logits.
     """
 
-    slots: int = 256
-    margin: float = 0.5
-    sharpness: float = 40.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.slots < 2:
-            raise BilevelError(f"slots={self.slots} must be a whole number ≥ 2.")
-        if not self.margin > 0 or not self.sharpness > 0:
-            raise BilevelError(f"margin={self.margin} and sharpness={self.sharpness} must be positive.")
+    slots: int = setting(256, least=2)
+    margin: float = setting(0.5, above=0)
+    sharpness: float = setting(40.0, above=0)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.catalogue.learned_optimizer import (
     OPTIMIZER,
@@ -18,6 +17,7 @@ from bilevel.learners.catalogue.learned_optimizer import (
     log_and_sign,
 )
 from bilevel.learners.catalogue.maml import Weights
+from bilevel.learners.settings import setting
 from bilevel.trees import Tree
 
 # The initial bias of the forget gate, so that the gate begins at σ(5) = 0.993.
@@ -28,10 +28,7 @@ FORGET = 5.0
 class MetaLSTMOptions(RecurrentOptions):
     """The settings of `MetaLSTM`. `inner_lr`, below 1, is the initial value of the input gate."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.inner_lr < 1:
-            raise BilevelError(f"inner_lr={self.inner_lr} must be below 1, because it is the value of a gate.")
+    inner_lr: float = setting(0.1, above=0, below=1)
 
 
 class Gates(nn.Module):

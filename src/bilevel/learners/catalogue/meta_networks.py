@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner, class_means, squared_distances
+from bilevel.learners.settings import setting
 
 SLOW = "embedding.slow"
 
@@ -27,17 +27,9 @@ class MetaNetworksOptions(NetworkOptions):
         sharpness: the factor on cosines before the softmax of the attention.
     """
 
-    embedding: int = 32
-    hidden: int = 16
-    sharpness: float = 10.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.embedding < 1 or self.hidden < 1 or not self.sharpness > 0:
-            raise BilevelError(
-                f"embedding={self.embedding} and hidden={self.hidden} must be at least 1, and "
-                f"sharpness={self.sharpness} positive."
-            )
+    embedding: int = setting(32, least=1)
+    hidden: int = setting(16, least=1)
+    sharpness: float = setting(10.0, above=0)
 
 
 class MetaNetworks(ScoringLearner):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner, class_means
+from bilevel.learners.settings import setting
 
 NOISE = "pixel_noise.log_scale"
 
@@ -30,15 +30,10 @@ class NeuralStatisticianOptions(NetworkOptions):
         set_size: the largest number of images in a set in training.
     """
 
-    context: int = 64
-    latent: int = 16
-    hidden: int = 256
-    set_size: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.context, self.latent, self.hidden, self.set_size) < 1:
-            raise BilevelError("context, latent, hidden and set_size of neural-statistician must be at least 1.")
+    context: int = setting(64, least=1)
+    latent: int = setting(16, least=1)
+    hidden: int = setting(256, least=1)
+    set_size: int = setting(5, least=1)
 
 
 class NeuralStatistician(ScoringLearner):

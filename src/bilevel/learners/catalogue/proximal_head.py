@@ -16,6 +16,7 @@ from bilevel.dynamics.penalties import L1
 from bilevel.engine.method import Method
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, SolvedHead, of_unit_curvature, row_weights
+from bilevel.learners.settings import setting
 from bilevel.methods.linear_models.active_set import ActiveSet
 from bilevel.structures.least_squares import LeastSquares
 
@@ -29,9 +30,9 @@ class ProximalHeadOptions(HeadOptions):
         l2: the strength of the squared penalty, which makes L strongly convex.
     """
 
-    scale: float = 10.0
-    penalty: float = 0.001
-    l2: float = 0.01
+    scale: float = setting(10.0, above=0)
+    penalty: float = setting(0.001, above=0)
+    l2: float = setting(0.01, above=0)
 
 
 class ProximalHead(SolvedHead):

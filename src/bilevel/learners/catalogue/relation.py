@@ -10,21 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner
+from bilevel.learners.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelationOptions(NetworkOptions):
     """The settings of `Relation`: `hidden` is the width of the comparing network."""
 
-    hidden: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.hidden < 1:
-            raise BilevelError(f"hidden={self.hidden} must be a whole number ≥ 1.")
+    hidden: int = setting(128, least=1)
 
 
 class Relation(ScoringLearner):

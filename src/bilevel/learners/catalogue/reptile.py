@@ -31,7 +31,7 @@ class Reptile(MAML):
     @torch.no_grad()
     def chunk_hypergradient(self, task: Task) -> tuple[Tensor, dict[str, Tensor]]:
         values, solutions = [], []
-        problem = self.kept_problem(int(task.train[1].max()) + 1)
+        problem = self.episode_problem(int(task.train[1].max()) + 1)
         for support, labels, queries, answers in zip(*task.train, *task.val[:2], strict=True):
             batches = minibatches(torch.cat([support, queries]), torch.cat([labels, answers]), self.steps)
             episode = Task(lambda t, batches=batches: batches[(t - 1) % len(batches)], (queries, answers))

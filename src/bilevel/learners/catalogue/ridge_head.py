@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, LinearHead, row_weights
+from bilevel.learners.settings import setting
 
 BIAS = "head.bias"
 
@@ -19,7 +20,7 @@ BIAS = "head.bias"
 class RidgeHeadOptions(HeadOptions):
     """The settings of `RidgeHead`: `scale` and `penalty` are the initial s and ρ."""
 
-    scale: float = 10.0
+    scale: float = setting(10.0, above=0)
 
 
 class RidgeHead(LinearHead):

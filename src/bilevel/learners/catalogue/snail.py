@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bilevel.errors import BilevelError
 from bilevel.learners.base import LearnerOptions, NetworkOptions
 from bilevel.learners.scoring_learner import Episode, ScoringLearner
-from bilevel.learners.settings import TrainingSettings
+from bilevel.learners.settings import TrainingSettings, setting
 
 # The support sequence N×C, and queries M×C. Each query is the last element of its own sequence of length N + 1.
 SupportAndQueries = tuple[Tensor, Tensor]
@@ -30,16 +30,9 @@ class SNAILOptions(NetworkOptions):
         filters: the number of filters of each convolution block, and of values of each attention block.
     """
 
-    ways: int = 5
-    shots: int = 1
-    filters: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ways < 2 or self.shots < 1 or self.filters < 1:
-            raise BilevelError(
-                f"ways={self.ways} must be at least 2, and shots={self.shots} and filters={self.filters} at least 1."
-            )
+    ways: int = setting(5, least=2)
+    shots: int = setting(1, least=1)
+    filters: int = setting(32, least=1)
 
 
 class SNAIL(ScoringLearner):

@@ -18,6 +18,7 @@ from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.learners.base import LearnerOptions
 from bilevel.learners.linear_head import PENALTY, HeadOptions, Leaves, SolvedHead, of_unit_curvature, row_weights
+from bilevel.learners.settings import setting
 from bilevel.methods.linear_models import MinimiserMethod, start_of
 
 # Active-set steps in a round, and the number of rounds. Projected steps follow each round.
@@ -33,9 +34,9 @@ class SvmHeadOptions(HeadOptions):
         smoothing: δ, which is added to the diagonal of the kernel matrix.
     """
 
-    scale: float = 1.0
-    penalty: float = 0.1
-    smoothing: float = 0.1
+    scale: float = setting(1.0, above=0)
+    penalty: float = setting(0.1, above=0)
+    smoothing: float = setting(0.1, above=0)
 
 
 class SvmHead(SolvedHead):
