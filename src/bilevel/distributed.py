@@ -162,7 +162,11 @@ class World:
         if error is not None:
             raised[_kind(error)] = 1
         self.sum(raised)
-        _raise_together(error, raised.nonzero().flatten().tolist())
+        if error is not None:
+            raise error
+        if raised.any():
+            kind = KINDS[int(raised.nonzero().max())]
+            raise kind("Another process of this run cannot go on. See the log of that process for the reason.")
 
 
 def _raise_first(mine: BilevelError | None, failed: _Failure | None, failures: list[_Failure | None]) -> None:
@@ -171,14 +175,6 @@ def _raise_first(mine: BilevelError | None, failed: _Failure | None, failures: l
     if found:
         first = min(found)
         raise mine if mine is not None and first == failed else KINDS[first[1]](first[2])
-
-
-def _raise_together(mine: BilevelError | None, kinds: list[int]) -> None:
-    """Raise this process's error, or one for those of the others, given as indices into `KINDS`; −1 is none."""
-    if mine is not None:
-        raise mine
-    if max(kinds, default=-1) >= 0:
-        raise KINDS[max(kinds)]("Another process of this run cannot go on. See the log of that process for the reason.")
 
 
 def _kind(error: BilevelError) -> int:

@@ -18,9 +18,11 @@ from bilevel import extras
 from bilevel.files import write_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
+else:
+    Axes = Any  # a name for annotations in modules that draw
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK, GREY = (
     "#0072B2",

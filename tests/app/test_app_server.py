@@ -182,6 +182,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
     (tmp_path / "known" / "ring").mkdir(parents=True)
     (tmp_path / "known" / "ring" / "a.png").write_bytes(png(circle()))
     (tmp_path / "known" / "ring" / "b.png").write_bytes(b"nothing")
+    (tmp_path / "known" / "ring" / "c.png").symlink_to("nowhere.png")
     command = [sys.executable, "-m", "bilevel", "app", "--no-open", "--port", "0", "--support", "known"]
     paths = os.pathsep.join(str(Path(place).resolve()) for place in sys.path if place)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -196,5 +197,5 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "Nothing was written" in out
-    assert "b.png cannot be read" in errors and "Traceback" not in errors
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.png", "b.png", "known", "ring"]
+    assert "b.png cannot be read" in errors and "c.png cannot be read" in errors and "Traceback" not in errors
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.png", "b.png", "c.png", "known", "ring"]

@@ -100,6 +100,8 @@ def test_changes_can_be_taken_back(desk):
     assert desk.state()["classes"] == before
     desk.rename(first, "  round   thing ")
     assert desk.state()["classes"][0]["name"] == "round thing"
+    desk.rename(first, "round  thing")  # the name that it has
+    assert desk.state()["classes"][0]["name"] == "round thing"
     desk.remove_picture(before[1]["pictures"][0]["number"])  # the last one of its class
     assert [one["number"] for one in desk.state()["classes"]] == [first]
     desk.clear()

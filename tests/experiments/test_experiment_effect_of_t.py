@@ -13,7 +13,7 @@ import bilevel as bl
 from bilevel.data import _scripts, load
 from bilevel.experiments import _effect_of_t_tables as words
 from bilevel.experiments import effect_of_t as experiment
-from bilevel.experiments._effect_of_t_times import Hyperiteration, line
+from bilevel.experiments._effect_of_t_tables import Hyperiteration, line
 from bilevel.experiments._feature_map import (
     FeatureMapData,
     draw_data,

@@ -10,8 +10,7 @@ from bilevel import BilevelError, learners
 from bilevel.errors import DivergenceError
 from bilevel.experiments import few_shot, strategies
 from bilevel.experiments._peak_memory import peak_memory
-from bilevel.experiments._strategies_notes import UNFINISHED
-from bilevel.experiments._strategies_published import COLUMNS, PUBLISHED
+from bilevel.experiments._strategies_notes import COLUMNS, PUBLISHED, UNFINISHED
 from bilevel.experiments.base import reproduce
 from bilevel.experiments.strategies import PROBLEMS, TABLE_3, StrategiesSettings, StrategyScore
 from few_scripts import drawn

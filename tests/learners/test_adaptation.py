@@ -356,11 +356,11 @@ def test_log_and_sign_is_continuous_and_finite():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (IMAML, {"rho": 0.0}, "rho=0.0 must be positive"),
+        (IMAML, {"rho": 0.0}, "rho=0.0 must be above 0"),
         (IMAML, {"cg_steps": 0}, "cg_steps=0"),
         (CommonModel, {"rho": -1.0}, "rho=-1.0"),
         (CommonModel, {"penalty": "cube"}, "one of square, absolute"),
-        (MetaLSTM, {"inner_lr": 1.0}, "must be below 1"),
+        (MetaLSTM, {"inner_lr": 1.0}, "must be above 0 and below 1"),
         (LearnedOptimizer, {"hidden": 0}, "hidden=0"),
         (LearnedOptimizer, {"log_range": 0.0}, "log_range=0.0"),
         (LearnedOptimizer, {"adapts": "some"}, "one of head, all"),

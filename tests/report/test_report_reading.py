@@ -237,10 +237,10 @@ def test_certificates_hold_with_an_l2_term_and_say_what_is_missing_without(world
     assert abs(far - near) <= found.value_gap * (1 + 1e-6) and found.value == pytest.approx(far)
     losses = [float(problem.inner(v, None, (support, labels))) for v in (at_t, w)]
     assert losses[0] - losses[1] <= model.gaps[0] * (1 + 1e-6) and model.gaps[0] <= losses[0] * (1 + 1e-6)
-    assert found.mu == 0.1 and "Theorem 3.2" in models.verdict(found, 0.1)
+    assert found.mu == 0.1 and "Theorem 3.2" in model.verdict()
     without = models.Reader(1).read(read.gather([run(tmp_path / "plain", world.settings, world.data)]).runs[0])
     assert without.certificates[0].inner_distance == math.inf
-    assert "no distance to one can be certified" in models.verdict(without.certificates[0], 0.0)
+    assert "no distance to one can be certified" in without.verdict()
 
 
 def test_the_minutes_of_losses_are_interpolated_and_go_on_with_the_speed():
@@ -255,6 +255,9 @@ def test_the_minutes_of_losses_are_interpolated_and_go_on_with_the_speed():
     found = curves.curves(read.FoundRun("x", {"settings": settings}, lines))
     assert found.loss.minutes.tolist() == pytest.approx([2.0, 4.0, 4.5])
     assert found.accuracy.minutes.tolist() == [1.0, 3.0] and found.accuracy.values.tolist() == [0.2, 0.4]
+    pretraining = {"learner": "multiclass", "images": 600, **settings}
+    slower = curves.curves(read.FoundRun("x", {"settings": pretraining}, lines))
+    assert slower.loss.minutes.tolist() == pytest.approx([2.0, 5.0, 6.0])
     unknown = curves.curves(read.FoundRun("x", {}, lines)).loss.minutes
     assert unknown[0] == 2.0 and np.isnan(unknown[1:]).all()
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bilevel.app.desk_pictures import DONE, DeskPicture, data_url, png
+from bilevel.app.desk_pictures import DONE, DeskPicture
+from bilevel.data.pictures import data_url, encoded
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
 from bilevel.learners import ZOO_PREFIX, choice, library
@@ -101,7 +102,7 @@ class Desk:
     def rename(self, number: int, name: str) -> None:
         with self._lock:
             old = self._class(number)
-            if name.strip() != old.name:
+            if " ".join(name.split()) != old.name:
                 self._replace(replace(old, name=self._legal(name)))
 
     def remove_class(self, number: int) -> None:
@@ -142,7 +143,7 @@ class Desk:
         """A labelled picture as PNG: the original, or with `seen` as the model sees it."""
         with self._lock:
             _, picture = self._picture(number)
-            return png(picture.prepared(self._model().preparation).image) if seen else picture.shown
+            return encoded(picture.prepared(self._model().preparation).image) if seen else picture.shown
 
     def keep(self, model: TrainedLearner, classifier: FewShotClassifier) -> None:
         """Use a saved classifier: its model, and its labelled pictures as the model saw them."""
@@ -165,9 +166,8 @@ class Desk:
         """Set the model (`automatic`, or as for `library.find`) and the false-alarm rate of "none of these"."""
         with self._lock:
             if rate is not None and rate not in (0, *RATES):
-                raise BilevelError(
-                    f'The rate of "none of these" cannot be {rate:g}; pass 0 (never) or one of {_listed(RATES)}.'
-                )
+                rates = ", ".join(f"{rate:g}" for rate in RATES)
+                raise BilevelError(f'The rate of "none of these" cannot be {rate:g}; pass 0 (never) or one of {rates}.')
             if model is not None and model != AUTOMATIC:
                 self._open(model)
             self._spec = self._spec if model is None else model
@@ -226,7 +226,7 @@ class Desk:
             done = [text for name, text in DONE.items() if getattr(prepared, name)]
             answer: dict[str, Any] = {
                 "shown": data_url(picture.shown),
-                "seen": data_url(png(prepared.image)),
+                "seen": data_url(encoded(prepared.image)),
                 "light": prepared.inverted,
                 "done": done,
                 "blank": prepared.blank,
@@ -296,7 +296,8 @@ class Desk:
                 },
                 "models": [
                     AUTOMATIC,
-                    *dict.fromkeys([*self._models_of_user(), *(ZOO_PREFIX + name for name in library.zoo())]),
+                    *(name for name in self._models if not name.startswith(ZOO_PREFIX)),
+                    *(ZOO_PREFIX + name for name in library.zoo()),
                 ],
                 "none": {
                     "rate": self._rate,
@@ -308,9 +309,6 @@ class Desk:
             }
 
     # ------------------------------------------------------------------------------------------- helpers
-
-    def _models_of_user(self) -> list[str]:
-        return [name for name in self._models if not name.startswith(ZOO_PREFIX)]
 
     def _read(self, contents: bytes, name: str) -> DeskPicture:
         if len(contents) > self.limits.picture_bytes:
@@ -376,7 +374,3 @@ class Desk:
         self._undo = [*self._undo, self._classes][-UNDO:]
         self._classes = classes
         self._adapted = None
-
-
-def _listed(rates: Sequence[float]) -> str:
-    return ", ".join(f"{rate:g}" for rate in rates)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ImageOps
 
 from bilevel.data.drawings import is_drawing
-from bilevel.data.pictures import open_picture
+from bilevel.data.pictures import encoded, open_picture
 from bilevel.data.preparation import Preparation, PreparedPicture, prepared
 
 # The largest width and height, in pixels, of a picture on the page.
@@ -50,12 +48,12 @@ class DeskPicture:
         width, height = ImageOps.exif_transpose(picture).size
         share = min(1.0, SHOWN / max(width, height))
         size = Preparation("photograph", 3, max(1, round(height * share)), max(1, round(width * share)))
-        return cls(name, contents, png(prepared(picture, name, size).image), is_drawing(picture))
+        return cls(name, contents, encoded(prepared(picture, name, size).image), is_drawing(picture))
 
     @classmethod
     def seen_by(cls, preparation: Preparation, image: NDArray[np.uint8], name: str) -> DeskPicture:
         """A picture from an input of a model, uint8 H×W×C, without the original."""
-        contents = png(image)
+        contents = encoded(image)
         return cls(name, contents, contents, preparation.draws, {preparation: PreparedPicture(image)})
 
     def prepared(self, preparation: Preparation) -> PreparedPicture:
@@ -64,15 +62,3 @@ class DeskPicture:
             picture = open_picture(self.contents, self.name)
             self._prepared[preparation] = prepared(picture, self.name, preparation)
         return self._prepared[preparation]
-
-
-def png(image: NDArray[np.uint8]) -> bytes:
-    """An image H×W×C as a PNG file."""
-    file = io.BytesIO()
-    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, "PNG")
-    return file.getvalue()
-
-
-def data_url(content: bytes) -> str:
-    """A PNG file as a data URL."""
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"

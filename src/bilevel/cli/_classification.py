@@ -7,6 +7,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class Classification:
         """T, if the learner has inner steps, as the end of a sentence."""
         return f", T = {self.classifier.steps}" if self.classifier.learner.has_steps else ""
 
-    @property
+    @cached_property
     def predictions(self) -> list[str]:
         return [NONE if none else self.ranked(i)[0][0] for i, none in enumerate(self.none)]
 

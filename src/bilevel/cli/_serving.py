@@ -10,8 +10,7 @@ import typer
 
 from bilevel.app.desk import AUTOMATIC, Desk
 from bilevel.app.server import PageServer, listen
-from bilevel.data.files import read_file
-from bilevel.data.folder import class_files
+from bilevel.data.folder import class_files, picture_contents
 from bilevel.data.pictures import UnreadablePicture
 from bilevel.errors import BilevelError
 from bilevel.learners.recognition import saved_classifier
@@ -40,9 +39,9 @@ def _add_classes(new: Desk, support: Path) -> list[str]:
         for file in files:
             try:
                 if number is None:
-                    number = new.add_class(name, read_file(file), file.name)
+                    number = new.add_class(name, picture_contents(file), file.name)
                 else:
-                    new.add_picture(number, read_file(file), file.name)
+                    new.add_picture(number, picture_contents(file), file.name)
             except UnreadablePicture as error:
                 notes.append(f"Note: {error}")
     return notes

@@ -156,12 +156,9 @@ def _paper(values: Gray) -> Gray:
 
 
 def _opening(values: Gray) -> Gray:
-    return -_closing(-values)
-
-
-def _closing(values: Gray) -> Gray:
+    """The maximum over a window of the minima over windows, which removes what is lighter and narrower than it."""
     size = 2 * (round(WINDOW * max(values.shape)) // 2) + 1
-    return -_largest(-_largest(values, size), size)
+    return _largest(-_largest(-values, size), size)
 
 
 def _largest(values: Gray, size: int) -> Gray:
@@ -202,18 +199,16 @@ def _window(ink: Gray, row: float, column: float, side: float) -> Gray:
         return ink
     top, left = row - side / 2, column - side / 2
     margin = int(max(0, -top, -left, top + side - ink.shape[0], left + side - ink.shape[1])) + 1
-    picture = Image.fromarray(np.pad(ink, margin).astype(np.float32))
-    target = min(size, FRAME)
     box = (left + margin, top + margin, left + margin + side, top + margin + side)
-    return np.asarray(picture.resize((target, target), Image.Resampling.BICUBIC, box=box), dtype=np.float64).clip(0, 1)
+    return resized(np.pad(ink, margin), min(size, FRAME), box)
 
 
-def resized(ink: Gray, size: int) -> Gray:
-    """A square frame of another size."""
-    if ink.shape == (size, size):
+def resized(ink: Gray, size: int, box: tuple[float, float, float, float] | None = None) -> Gray:
+    """A square frame of another size, or a square part of it: left, top, right and bottom of the box."""
+    if box is None and ink.shape == (size, size):
         return ink
     picture = Image.fromarray(ink.astype(np.float32))
-    return np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC), dtype=np.float64).clip(0, 1)
+    return np.asarray(picture.resize((size, size), Image.Resampling.BICUBIC, box), dtype=np.float64).clip(0, 1)
 
 
 def _stroke_width(mask: NDArray[np.bool_]) -> float:

@@ -100,7 +100,7 @@ class Folder(Source):
             if number % 50 == 49 or number + 1 == len(files):
                 work.report(number + 1, len(files))
             try:
-                picture = open_picture(_contents(file), str(file))
+                picture = open_picture(picture_contents(file), str(file))
                 if how is None:
                     how, first = self._preparation(picture), file
                     images = work.empty((len(files), how.height, how.width, how.channels))
@@ -131,8 +131,7 @@ class Folder(Source):
         width = height = self.size or 28
         if self.size is None and self.prepare == "photograph":
             width, height = ImageOps.exif_transpose(picture).size
-        channels = 1 if self.mode == "L" else 3
-        return Preparation(self.prepare, channels, height, width, invert=self.invert)
+        return self.preparation((height, width, 1 if self.mode == "L" else 3))
 
     def preparation(self, shape: Sequence[int]) -> Preparation:
         height, width, channels = shape
@@ -156,8 +155,8 @@ def split_folders(path: Path) -> list[str]:
     return held
 
 
-def _contents(file: Path) -> bytes:
-    """A file that cannot be read, a broken link or a FIFO say, is one picture that cannot be read."""
+def picture_contents(file: Path) -> bytes:
+    """The contents of a picture's file. A file that cannot be read (a broken link, a FIFO) is an unreadable picture."""
     try:
         return read_file(file)
     except BilevelError as error:
@@ -211,5 +210,5 @@ def search(folder: Path) -> tuple[list[Path], list[Path]]:
         here = Path(place)
         found = image_files(here)
         images += found
-        others += [here / name for name in names if here / name not in found]
+        others += [here / name for name in set(names) - {file.name for file in found}]
     return sorted(images, key=str), sorted(others, key=str)

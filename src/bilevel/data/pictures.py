@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import io
 import struct
@@ -27,18 +28,8 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
 # What Pillow's decoders raise where a file is damaged.
 DAMAGE = (
-    *(
-        OSError,
-        ValueError,
-        SyntaxError,
-        EOFError,
-        RuntimeError,
-        LookupError,
-        TypeError,
-        ArithmeticError,
-        AttributeError,
-    ),
-    *(struct.error, zlib.error, MemoryError, Warning, Image.DecompressionBombError),
+    *(OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError),
+    *(AttributeError, struct.error, zlib.error, MemoryError, Warning, Image.DecompressionBombError),
 )
 
 
@@ -122,10 +113,16 @@ def to_array(picture: Image.Image) -> NDArray[np.uint8]:
     return array[:, :, None] if array.ndim == 2 else array
 
 
-def border(picture: Image.Image) -> NDArray[np.uint8]:
-    """The outermost pixels, one row each."""
-    pixels = to_array(picture)
-    return np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+def encoded(image: NDArray[np.uint8], kind: str = "PNG", **options: int) -> bytes:
+    """An image H×W×C with one or three channels as the contents of a file; `options` are those of Pillow."""
+    file = io.BytesIO()
+    Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    """The contents of a picture file as an address, which an HTML page can hold."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def background(picture: Image.Image) -> tuple[int, ...]:
@@ -134,7 +131,9 @@ def background(picture: Image.Image) -> tuple[int, ...]:
     >>> background(Image.new("RGB", (9, 9), (250, 240, 230)))
     (250, 240, 230)
     """
-    return tuple(int(value) for value in np.median(border(picture), axis=0))
+    pixels = to_array(picture)
+    border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    return tuple(int(value) for value in np.median(border, axis=0))
 
 
 def to_shape(picture: Image.Image, height: int, width: int, whole: bool = False) -> NDArray[np.uint8]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bilevel.experiments._effect_of_t_tables import PRINTED
-from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, dots, picture, titled
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, Axes, dots, picture, titled
 
 
 def draw_curves(path: Path, runs: Mapping[str, Any]) -> None:

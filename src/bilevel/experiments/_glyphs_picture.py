@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
-from bilevel.plotting import BLUE, GREEN, GREY, ORANGE, RED, picture, titled
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bilevel.plotting import BLUE, GREEN, GREY, ORANGE, RED, Axes, picture, titled
 
 COLOURS = (BLUE, ORANGE, GREEN, GREY)
 # Queries of each class that are shown.

@@ -6,16 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.experiments._class_names import readable
-from bilevel.plotting import BLACK, BLUE, COLOURS, GREEN, GREY, picture, show_image
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bilevel.plotting import BLACK, BLUE, COLOURS, GREEN, GREY, Axes, picture, show_image
 
 # A class has a colour and a shape, so that more classes than colours can be told apart.
 CLASS_COLOURS = (*COLOURS, BLACK)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bilevel.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, legend_below, picture, titled
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bilevel.plotting import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Axes, legend_below, picture, titled
 
 # A colour for each strategy, and for learners of one strategy another dash and marker, so that no line needs colours.
 COLOURS = {

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+import bilevel
 from bilevel.data import ImageDataset
 from bilevel.experiments.base import ExperimentSettings, require
 from bilevel.experiments.overrides import as_options, as_text
+from bilevel.files import write_bytes, write_json
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.evaluation import EpisodeScore, judge
 from bilevel.learners.runs import train_in
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes, open_data
 from bilevel.learners.training import FewShotTraining
-from bilevel.training.files import read_tensors
+from bilevel.plotting import Axes
+from bilevel.source_commit import commit
+from bilevel.training.files import read_tensors, write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # One-shot problems that differ in how long they take: seconds, minutes and hours. Photographs of 84×84 pixels instead
 # of 42×42 would take four times as long.
@@ -99,6 +101,19 @@ def train(
     return FinishedTraining(job.learner, settings, stopped, ending.iteration, ending.best_iteration, minutes, curve)
 
 
+def with_schedule(training: TrainingSettings, iterations: int, looks: int, episodes: int) -> TrainingSettings:
+    """The training with this number of hyperiterations, about `looks` validations of `episodes`, and no early stop."""
+    every = max(1, iterations // looks)
+    return replace(
+        training,
+        iterations=iterations,
+        validate_every=every,
+        validation_episodes=episodes,
+        patience=0,
+        checkpoint_every=max(10, every // 2),
+    )
+
+
 def problem_title(training: TrainingSettings) -> str:
     """The data set, ways, shots and network of a training."""
     pixels = f" on {training.image_size}×{training.image_size} pixels" if training.image_size else ""
@@ -159,3 +174,36 @@ def differ(one: JudgedTraining, other: JudgedTraining) -> tuple[float, float]:
     """The difference of two accuracies and the half-width of its 95 % interval, as if they were independent."""
     width = torch.tensor([one.interval, other.interval]).norm()
     return one.accuracy - other.accuracy, float(width)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A learner after all hyperiterations, and the lines of its `metrics.jsonl`."""
+
+    learner: HyperRepresentation
+    metrics: list[dict[str, float]]
+
+    @property
+    def curve(self) -> list[float]:
+        """The accuracy on meta-validation, the start included."""
+        return [line["score"] for line in self.metrics if "score" in line]
+
+
+def keep(path: Path, training: TrainingSettings, learned: Learned, steps: int, data: ImageDataset) -> None:
+    """Write a training down as `bilevel train` would, with the T that was best on meta-validation: `bilevel evaluate`,
+    `bilevel classify` and `bilevel report` take it as one of theirs."""
+    folder = RunFolder(path)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    write_bytes(folder.metrics, "".join(json.dumps(line) + "\n" for line in learned.metrics).encode())
+    weights = learned.learner.with_running(learned.learner.lam)
+    write_tensors(folder.last, weights, {"iteration": training.iterations})
+    config = {
+        "preset": None,
+        "settings": training.plain(),
+        "learner": {**learned.learner.settings(), "steps": steps},
+        "data": {"name": data.name, "fingerprint": data.fingerprint, "classes": len(data.classes)},
+        "threads": 1,
+        "bilevel": bilevel.__version__,
+        "commit": commit(),
+    }
+    write_json(folder.config_file, config)

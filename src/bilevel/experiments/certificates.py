@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +20,9 @@ import bilevel as bl
 from bilevel import trees
 from bilevel.experiments._known_problems import KnownProblem, feature_map_problem, head_problem, ridge_problem
 from bilevel.experiments.base import CLAIM, ExperimentResult, ExperimentSettings, TextTable, require
-from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, dots, picture, titled
+from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, Axes, dots, picture, titled
 from bilevel.progress import counter
 from bilevel.thread_pool import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = "beyond the paper: Theorem 3.2 and Remark 3.3 (Section 3) made practical"
 IMPLICIT = bl.Implicit(bl.CG(tol=1e-12))

@@ -18,7 +18,6 @@ from torch import Tensor
 import bilevel as bl
 from bilevel.experiments import _effect_of_t_picture as pictures
 from bilevel.experiments import _effect_of_t_tables as tables
-from bilevel.experiments._effect_of_t_times import measure
 from bilevel.experiments._feature_map import FeatureMapData, draw_data, exact_value, feature_map, right
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, finished, label, require
 from bilevel.outer_loop import Iteration
@@ -128,7 +127,7 @@ def run(settings: EffectOfTSettings, out: Path, progress: bool | None = None) ->
     data = draw_data(s.dataset, s.model, s.classes, (s.train, s.val, s.test), s.seed)
     with one_thread(), counter("effect-of-t", len(rows) * s.iterations + s.repeats, progress) as begin:
         fits = {label(steps): fit(s, data, steps, begin) for steps in rows}
-        times = measure(data, s.rho, step_size(s, data), s.steps, s.heights, s.repeats, begin)
+        times = tables.measure(data, s.rho, step_size(s, data), s.steps, s.heights, s.repeats, begin)
     numbers = _numbers(fits)
     pictures.draw_curves(out / "optimisation.png", numbers["T"])
     pictures.draw_times(out / "times.png", times)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bilevel.data import ImageDataset
 from bilevel.experiments._trainings import draw_curve
@@ -32,14 +32,11 @@ from bilevel.learners.presets import RECIPES, preset
 from bilevel.learners.recipes import is_recipe
 from bilevel.learners.streams import episodes, open_data
 from bilevel.models.batch_norm import MEANING, Mode
-from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, legend_below, picture, titled
+from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, Axes, legend_below, picture, titled
 from bilevel.progress import counter
 from bilevel.thread_pool import one_thread
 from bilevel.training.files import digest
 from bilevel.training.folder import RunFolder
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = "Table 3 (Section 5.2)"
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import bilevel as bl
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, finished, require
-from bilevel.plotting import BLACK, BLUE, RED, dots, legend_below, picture, titled
+from bilevel.plotting import BLACK, BLUE, RED, Axes, dots, legend_below, picture, titled
 from bilevel.thread_pool import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = "Figure 1 (Section 2.1)"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +17,8 @@ from torch import Tensor
 
 import bilevel as bl
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, require
-from bilevel.plotting import BLACK, BLUE, GREEN, ORANGE, RED, dots, picture, titled
+from bilevel.plotting import BLACK, BLUE, GREEN, ORANGE, RED, Axes, dots, picture, titled
 from bilevel.thread_pool import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = "Figure 2 (Section 3)"
 

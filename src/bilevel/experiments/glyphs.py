@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
 from bilevel.experiments._glyphs_picture import Shown, draw
-from bilevel.experiments._glyphs_training import Learned, keep
+from bilevel.experiments._trainings import Learned, keep
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, kept, require, single_precision
 from bilevel.hyperiterations import Loop, budget
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation

@@ -31,11 +31,11 @@ from bilevel.experiments._strategies_notes import (
     by_strategy,
     claim_notes,
     defects,
+    published,
     ranked,
 )
 from bilevel.experiments._strategies_picture import draw
-from bilevel.experiments._strategies_published import published
-from bilevel.experiments._trainings import command_of, problem_title, train
+from bilevel.experiments._trainings import command_of, problem_title, train, with_schedule
 from bilevel.experiments.base import (
     ExperimentResult,
     ExperimentSettings,
@@ -152,15 +152,7 @@ def training_of(s: StrategiesSettings, name: str, data: ImageDataset, ways: int 
     kind, shared = learners.get(name), TRAININGS[data.name]
     training = for_learner(replace(shared, seed=s.seed, average=s.average, ways=ways or shared.ways), name)
     iterations = max(1, round(s.images / training.images_in_iteration)) if kind.trains else 0
-    every = max(1, iterations // s.looks)
-    return replace(
-        training,
-        iterations=iterations,
-        validate_every=every,
-        validation_episodes=max(2, s.look_episodes * 5 // max(5, training.ways)),
-        patience=0,
-        checkpoint_every=max(10, every // 2),
-    )
+    return with_schedule(training, iterations, s.looks, max(2, s.look_episodes * 5 // max(5, training.ways)))
 
 
 def _validated(problems: Sequence[str], data: str) -> str:

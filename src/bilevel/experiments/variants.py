@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bilevel.data import ImageDataset
 from bilevel.experiments._table_4_trainings import ClassicTraining, PaperMulticlass
@@ -30,6 +30,7 @@ from bilevel.experiments._trainings import (
     over_seeds,
     problem_title,
     train,
+    with_schedule,
 )
 from bilevel.experiments.base import (
     ExperimentResult,
@@ -45,11 +46,22 @@ from bilevel.experiments.base import (
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.training import FewShotTraining
 from bilevel.models.batch_norm import MEANING
-from bilevel.plotting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, dots, legend_below, picture, titled
+from bilevel.plotting import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    Axes,
+    dots,
+    legend_below,
+    picture,
+    titled,
+)
 from bilevel.thread_pool import one_thread
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 PAPER = "Table 4 (Section 5.3)"
 
@@ -165,15 +177,7 @@ def training_of(s: VariantsSettings, dataset: str, variant: str, iterations: int
     if variant == "multiclass" and base.network in WIDE:
         network, share = WIDE[base.network]
         base, iterations = replace(base, network=network), max(1, round(share * iterations))
-    every = max(1, iterations // s.looks)
-    return replace(
-        base,
-        iterations=iterations,
-        validate_every=every,
-        validation_episodes=s.look_episodes,
-        patience=0,
-        checkpoint_every=max(10, every // 2),
-    )
+    return with_schedule(base, iterations, s.looks, s.look_episodes)
 
 
 def learn_and_judge(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 aten = torch.ops.aten
@@ -30,6 +32,24 @@ def is_plain(layer: nn.Conv2d) -> bool:
         and layer.padding_mode == "zeros"
         and not isinstance(layer.padding, str)
     )
+
+
+def pooling_window(layer: nn.Module) -> tuple[Any, ...] | None:
+    """The settings of max-pooling as torch's function takes them; None for other layers, dilation or indices."""
+    if type(layer) is not nn.MaxPool2d or layer.dilation != 1 or layer.return_indices:
+        return None
+    return *map(pair, (layer.kernel_size, layer.stride, layer.padding)), [1, 1], layer.ceil_mode
+
+
+def pair(value: Any) -> list[int]:
+    """A setting of two axes, which may be given as one number."""
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def normalised_sets(x: Tensor, sizes: Sequence[int], scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Batch norm of consecutive sets of images, each by its own statistics."""
+    parts = torch.split(x, list(sizes))
+    return torch.cat([F.batch_norm(part, None, None, scale, shift, True, 0.0, eps) for part in parts])
 
 
 def suits(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._layers import Gradients, aten, is_plain, suits, with_graph
+from bilevel.models._layers import Gradients, aten, is_plain, normalised_sets, pooling_window, suits, with_graph
 from bilevel.models._sets import Sets
 from bilevel.models._strided import outputs_of
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
@@ -37,23 +37,18 @@ def applies(layers: Sequence[nn.Module], x: Tensor) -> bool:
         and norm.sizes is not None
         and (norm.weight is None or bool((norm.weight > 0).all()))
         and type(relu) in (nn.ReLU, nn.Identity)
-        and type(pool) is nn.MaxPool2d
-        and pool.dilation == 1
-        and not pool.return_indices
+        and pooling_window(pool) is not None
     )
 
 
 def pooled(x: Tensor, layers: Sequence[nn.Module]) -> Tensor:
     """max-pool(ReLU(batch norm(convolution(x)))), without the ReLU if `nn.Identity` stands in its place."""
     conv, norm, relu, pool = layers[:4]
-    assert isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm) and isinstance(pool, nn.MaxPool2d)
+    assert isinstance(conv, nn.Conv2d) and isinstance(norm, BatchNorm)
     sets = Sets(tuple(norm.sizes or ()))
-    scale = conv.weight.new_ones(conv.out_channels) if norm.weight is None else norm.weight
-    shift = conv.weight.new_zeros(conv.out_channels) if norm.bias is None else norm.bias
-    window = (_pair(pool.kernel_size), _pair(pool.stride), _pair(pool.padding), [1, 1], pool.ceil_mode)
-    settings = list(conv.stride), list(conv.padding), norm.eps, window, type(relu) is nn.ReLU
+    settings = list(conv.stride), list(conv.padding), norm.eps, pooling_window(pool), type(relu) is nn.ReLU
     y, means, variances = _Pooled.apply(
-        x.contiguous(memory_format=torch.channels_last), conv.weight, scale, shift, sets, settings
+        x.contiguous(memory_format=torch.channels_last), conv.weight, *norm.scale_and_shift(conv.weight), sets, settings
     )  # type: ignore[no-untyped-call]
     norm.note(means, variances)
     return y
@@ -95,10 +90,8 @@ class _Pooled(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def plain(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-                parts = torch.split(F.conv2d(x, weight, None, stride, padding), list(sets.sizes))
-                normal = [F.batch_norm(part, None, None, scale, shift, True, 0.0, eps) for part in parts]
-                together = torch.cat(normal).relu() if rectify else torch.cat(normal)
-                values: Tensor = aten.max_pool2d_with_indices(together, *window)[0]
+                normal = normalised_sets(F.conv2d(x, weight, None, stride, padding), sets.sizes, scale, shift, eps)
+                values: Tensor = aten.max_pool2d_with_indices(normal.relu() if rectify else normal, *window)[0]
                 return values
 
             return *with_graph(plain, (x, weight, scale, shift), g), None, None
@@ -169,7 +162,3 @@ def _combined(moments: list[tuple[Tensor, Tensor]], tiles: list[tuple[int, slice
     # The variance of a set is the mean variance of its tiles plus the variance of their means.
     around = (tile_means - means[:, None]).square() + tile_variances
     return means, (shares[:, :, None] * around).sum(1)
-
-
-def _pair(value: int | tuple[int, ...]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)

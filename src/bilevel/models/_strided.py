@@ -17,17 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._layers import Gradients, aten, is_plain, suits, with_graph
+from bilevel.models._layers import Gradients, aten, is_plain, normalised_sets, suits, with_graph
 from bilevel.models._sets import Sets
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
 
 def layer(x: Tensor, conv: nn.Conv2d, norm: BatchNorm, sets: Sets, next_stride: int) -> Tensor:
     """ReLU(batch norm(convolution(x))) of rows sorted for this layer, to rows sorted for the next."""
-    scale = conv.weight.new_ones(conv.out_channels) if norm.weight is None else norm.weight
-    shift = conv.weight.new_zeros(conv.out_channels) if norm.bias is None else norm.bias
     settings = conv.stride[0], conv.padding[0], norm.eps, next_stride
-    y, means, variances = _Layer.apply(x.contiguous(), conv.weight, scale, shift, sets, settings)  # type: ignore[no-untyped-call]
+    y, means, variances = _Layer.apply(x.contiguous(), conv.weight, *norm.scale_and_shift(conv.weight), sets, settings)  # type: ignore[no-untyped-call]
     refuse_single_values(min(sets.sizes) * y.shape[0] * y.shape[2])
     norm.note(means, variances)
     return y
@@ -188,9 +186,8 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
 
             def plain(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-                raw = torch.split(F.conv2d(to_images(x, stride), weight, None, stride, padding), list(sets.sizes))
-                parts = [F.batch_norm(part, None, None, scale, shift, True, 0.0, eps) for part in raw]
-                return to_rows(torch.cat(parts).relu(), next_stride)
+                raw = F.conv2d(to_images(x, stride), weight, None, stride, padding)
+                return to_rows(normalised_sets(raw, sets.sizes, scale, shift, eps).relu(), next_stride)
 
             return *with_graph(plain, (x, weight, scale, shift), g), None, None
 

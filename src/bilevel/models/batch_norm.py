@@ -89,6 +89,11 @@ class BatchNorm(nn.Module):
         # `torch.split` would copy the gradient of a single set.
         return [x] if self.sizes is None or len(self.sizes) == 1 else torch.split(x, list(self.sizes))
 
+    def scale_and_shift(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """weight and bias; ones and zeros, of the type of `like`, for those that the layer does not have."""
+        ones = like.new_ones(len(self._ones))
+        return ones if self.weight is None else self.weight, 0 * ones if self.bias is None else self.bias
+
     def note(self, means: Tensor, variances: Tensor) -> None:
         """Append the statistics of every set to `seen`, if that is a list."""
         if self.seen is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from bilevel.models._layers import is_plain, suits
+from bilevel.models._layers import is_plain, pair, pooling_window, suits
 from bilevel.models._second_derivatives import Block, through
 from bilevel.models.batch_norm import BatchNorm
 from bilevel.models.blocks import FusedSequential
@@ -77,9 +76,9 @@ def _parsed(module: nn.Module) -> Networks | None:
             break
         if type(relu) not in (nn.ReLU, nn.Identity):
             break
-        window = _window(after[0]) if after else None
+        window = pooling_window(after[0]) if after else None
         layers = after if window is None else after[1:]
-        blocks.append(Block(_pair(conv.stride), _pair(conv.padding), norm.eps, type(relu) is nn.ReLU, window))
+        blocks.append(Block(pair(conv.stride), pair(conv.padding), norm.eps, type(relu) is nn.ReLU, window))
         names.append((named[id(conv.weight)], named.get(id(norm.weight)), named.get(id(norm.bias))))
         norms.append(norm)
     return Networks(blocks, names, norms, layers) if blocks and all(type(x) in LAST for x in layers) else None
@@ -92,14 +91,3 @@ def _flat(module: nn.Module) -> Iterator[nn.Module]:
             yield from _flat(layer)
         else:
             yield layer
-
-
-def _window(layer: nn.Module) -> tuple[Any, ...] | None:
-    """The settings of max-pooling as torch's function takes them."""
-    if type(layer) is not nn.MaxPool2d or layer.dilation != 1 or layer.return_indices:
-        return None
-    return *map(_pair, (layer.kernel_size, layer.stride, layer.padding)), [1, 1], layer.ceil_mode
-
-
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bilevel.errors import BilevelError
+from bilevel.learners.settings import TrainingSettings
+
 if TYPE_CHECKING:
     from bilevel.report.read import FoundRun
 
@@ -74,11 +77,10 @@ def _minutes_of_losses(
         return np.full(len(steps), math.nan)
     last, minutes = known[-1]["iteration"], known[-1]["minutes"]
     found: Array = np.interp(_numbers(steps, "iteration"), _numbers(known, "iteration"), _numbers(known, "minutes"))
-    sizes = [settings.get(name) for name in ("meta_batch", "ways", "shots", "queries")]
-    images = math.nan
-    if all(type(size) is int for size in sizes):
-        episodes, ways, shots, queries = (int(size or 0) for size in sizes)
-        images = episodes * ways * (shots + queries)
+    try:
+        images = TrainingSettings.of(settings).images_in_iteration if settings else math.nan
+    except BilevelError:  # settings of another version
+        images = math.nan
     for i, line in enumerate(steps):
         if line["iteration"] > last:
             speed = line.get("images_per_second", math.nan)

@@ -79,6 +79,26 @@ class Model:
     gaps: list[float]
     missing: str = ""
 
+    def verdict(self) -> str:
+        """What the first certificate means, in a sentence or two; "" if there is none."""
+        if not self.certificates:
+            return ""
+        certificate, l2 = self.certificates[0], self.trained.learner.l2
+        if certificate.applies:
+            return (
+                f"The L2 term makes L strongly convex with μ = {l2:g} everywhere, so the bounds hold (Theorem 3.2): "
+                f"more inner steps would change the outer objective by at most {certificate.value_gap:.3g}."
+            )
+        if l2 == 0 and math.isfinite(certificate.gradient_norm):
+            return (
+                "L has no L2 term, so it is not strongly convex: with separable classes it has no minimiser, and no "
+                "distance to one can be certified. These statements hold without an L2 term: gradient descent "
+                "converges if the step size is below 2/ν; ‖∇L(w_T)‖ measures the distance of w_T from a stationary "
+                "point; and L(w_T) exceeds the infimum of L by at most L(w_T), because L ≥ 0. Train with --l2 above 0 "
+                "for the other bounds."
+            )
+        return str(certificate.outcome)
+
 
 class Reader:
     """Models one by one; the data sets that several were trained on are opened once.
@@ -95,7 +115,8 @@ class Reader:
     def read(self, run: FoundRun) -> Model:
         """The model of a run; a BilevelError says why there is none."""
         trained = find(run.spec)
-        layer, weight = _first_convolution(trained)
+        weights = ((name, leaf) for name, leaf in trained.learner.lam.items() if leaf.ndim == 4)
+        layer, weight = next(weights, ("", None))
         model = Model(
             trained,
             layer,
@@ -124,10 +145,6 @@ class Reader:
             self.opened[key] = open_data(settings, self.data_root)
         trained.check_data(self.opened[key])
         return self.opened[key]
-
-
-def _first_convolution(trained: TrainedLearner) -> tuple[str, torch.Tensor | None]:
-    return next(((name, value) for name, value in trained.learner.lam.items() if value.ndim == 4), ("", None))
 
 
 def _episode(trained: TrainedLearner, data: ImageDataset, number: int) -> ShownEpisode:
@@ -177,20 +194,3 @@ def _certificate(trained: TrainedLearner, data: ImageDataset, number: int) -> tu
             w, state = dynamics.step(lambda v: problem.inner(v, lam, task.train), w, state, t)
         loss = float(problem.inner(w, lam, task.train))
     return certificate, min(loss, certificate.gradient_norm**2 / (2 * l2)) if l2 else loss
-
-
-def verdict(certificate: Certificate, l2: float) -> str:
-    """What a reader may conclude, in a sentence or two."""
-    if certificate.applies:
-        return (
-            f"The L2 term makes L strongly convex with μ = {l2:g} everywhere, so the bounds hold (Theorem 3.2): more "
-            f"inner steps would change the outer objective by at most {certificate.value_gap:.3g}."
-        )
-    if l2 == 0 and math.isfinite(certificate.gradient_norm):
-        return (
-            "L has no L2 term, so it is not strongly convex: with separable classes it has no minimiser at all, and no "
-            "distance to one can be certified. What holds without it: the step size is to be compared with 2/ν; "
-            "‖∇L(w_T)‖ says how far w_T is from a stationary point; and as L is never below 0, it "
-            "is above its infimum by no more than its value. A training with --l2 above 0 gets the other bounds."
-        )
-    return str(certificate.outcome)

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import bilevel
+from bilevel.data.pictures import data_url
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.files import write_bytes
 from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MEANING
 from bilevel.progress import counter
-from bilevel.report import pictures
 from bilevel.report.curves import RunCurves, curves, figures
 from bilevel.report.formatting import labels, minutes, slug, task_name
-from bilevel.report.models import Model, Reader, verdict
+from bilevel.report.models import Model, Reader
 from bilevel.report.read import FoundResult, FoundRun, ReportSources, gather
 from bilevel.report.templating import inlined, template
 
@@ -147,7 +147,7 @@ def _result(result: FoundResult, anchor: str) -> dict[str, Any]:
         "id": anchor,
         "folder": str(result.file.parent),
         "tables": [{**table, "kinds": _kinds(table)} for table in result.fields["tables"]],
-        "shown": {name: pictures.uri(content) for name, content in result.pictures.items()},
+        "shown": {name: data_url(content) for name, content in result.pictures.items()},
     }
 
 
@@ -186,9 +186,9 @@ def _run(
         "best": best,
         "minutes": max((line["minutes"] for line in validations if "minutes" in line), default=None),
         "speed": sorted(speeds)[len(speeds) // 2] if speeds else None,
-        "test": test if isinstance(test, dict) and all(_is_number(test.get(key)) for key in KNOWN) else None,
+        "test": test if isinstance(test, dict) and all(type(test.get(key)) in (int, float) for key in KNOWN) else None,
         "model": model,
-        "verdict": "" if model is None or not model.certificates else _verdict(model),
+        "verdict": "" if model is None else model.verdict(),
         "command": command(run),
         "before": _before(config),
         "facts": _facts(run, model),
@@ -227,14 +227,6 @@ def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:
         facts["numbers in λ"] = sum(leaf.numel() for leaf in learner.lam.values())
         facts["inner steps T in use"] = learner.steps if learner.has_steps else None
     return {name: value for name, value in facts.items() if value is not None}
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _verdict(model: Model) -> str:
-    return verdict(model.certificates[0], model.trained.learner.l2)
 
 
 def command(run: FoundRun) -> str:

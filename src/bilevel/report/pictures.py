@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
+
+from bilevel.data.pictures import data_url, encoded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,18 +15,12 @@ if TYPE_CHECKING:
 QUALITY = 85
 
 
-def uri(content: bytes, kind: str = "png") -> str:
-    """A data: address that holds the picture itself."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def picture(image: Tensor) -> str:
     """One image C×H×W in [0, 1], with 1 or 3 channels; of others, the mean of the channels."""
     pixels = (image.detach().clamp(0, 1) * 255).round().byte().cpu().movedim(0, -1).numpy()
     if pixels.shape[2] == 3:
-        return uri(_encoded(pixels, "JPEG", quality=QUALITY), "jpeg")
-    grey = pixels[..., 0] if pixels.shape[2] == 1 else pixels.mean(2).astype(np.uint8)
-    return uri(_encoded(grey, "PNG", optimize=True))
+        return data_url(encoded(pixels, "JPEG", quality=QUALITY), "jpeg")
+    return data_url(encoded(pixels.mean(2, keepdims=True).astype(np.uint8), optimize=True))
 
 
 def filters(weight: Tensor) -> list[str]:
@@ -41,10 +33,4 @@ def filters(weight: Tensor) -> list[str]:
     if values.shape[3] not in (1, 3):
         values = values.mean(3, keepdim=True)
     bytes_ = (127.5 * (1 + values / max(float(values.abs().max()), 1e-12))).round().byte().numpy()
-    return [uri(_encoded(one if one.shape[2] == 3 else one[..., 0], "PNG", optimize=True)) for one in bytes_]
-
-
-def _encoded(pixels: NDArray[np.uint8], kind: str, **options: int) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, kind, **options)
-    return out.getvalue()
+    return [data_url(encoded(one, optimize=True)) for one in bytes_]

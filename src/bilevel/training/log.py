@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bilevel.errors import BilevelError, BilevelWarning
@@ -109,12 +108,7 @@ class Log:
         except OSError as error:
             raise not_written(self.path, error) from error
 
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.file.close()
         if self.events is not None:
             self.events.file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -174,7 +174,7 @@ class Run:
 
         self.validation.stop = stop
         if self.world.writes:
-            log = stack.enter_context(Log(self.folder, *(self.saved or (None,))))
+            log = stack.enter_context(closing(Log(self.folder, *(self.saved or (None,)))))
             self.metrics.write = self.validation.write = log.write
             self.validation.keep_best = self._write_best
         detail = "loss {task.fields[loss]}  validation {task.fields[accuracy]}  {task.fields[rate]} images/s"
@@ -206,18 +206,15 @@ class Run:
             "losses": self.metrics.losses,
         }
         self.folder.checkpoints.write(k, self.job.state(), facts)
-        self._write_last(k)
+        write_bytes(self.folder.last, self._last(k))
         self.saved = now
 
     def _complete_the_last_save(self) -> None:
         """Write `last` if the run was killed after its newest checkpoint and before the weights of that checkpoint."""
-        if not self.saved or not self.world.writes:
-            return
-        if not self.folder.last.is_file() or self.folder.last.read_bytes() != self._last(self.iteration):
-            self._write_last(self.iteration)
-
-    def _write_last(self, k: int) -> None:
-        write_bytes(self.folder.last, self._last(k))
+        if self.saved and self.world.writes:
+            content = self._last(self.iteration)
+            if not self.folder.last.is_file() or self.folder.last.read_bytes() != content:
+                write_bytes(self.folder.last, content)
 
     def _last(self, k: int) -> bytes:
         return packed(self.job.weights(), {"iteration": k})
