@@ -22,7 +22,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
 from bilevel.data.preparation import Preparation
-from bilevel.learners import choice, recognition
+from bilevel.learners import recognition
 from bilevel.learners.calibration import calibration_error
 from bilevel.learners.library import TrainedLearner, zoo
 from picture_sets import PictureSet, sets
@@ -191,7 +191,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 def chosen_for(task: PictureSet) -> str:
     """The model that `bilevel classify` uses by default."""
-    return choice.choose(int(task.drawn), 1, task.ways, task.shots).spec
+    return recognition.choose(int(task.drawn), 1, task.ways, task.shots).spec
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from bilevel.learners.calibration import (
     threshold_from_support,
 )
 from bilevel.learners.catalogue.prototypical import Prototypical
-from bilevel.learners.choice import choose
 from bilevel.learners.classifier import FewShotClassifier
+from bilevel.learners.recognition import choose
 from bilevel.tasks.episodes import Episodes
 
 

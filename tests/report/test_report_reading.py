@@ -15,7 +15,7 @@ from bilevel import BilevelError, BilevelWarning
 from bilevel.cli import build
 from bilevel.learners.library import find
 from bilevel.learners.streams import episodes, open_data
-from bilevel.report import curves, models, page, pictures, read
+from bilevel.report import curves, models, page, read
 
 
 def call(*arguments):
@@ -275,14 +275,14 @@ def test_long_runs_are_thinned_out_and_keep_their_means_and_their_best():
 def test_pictures_are_what_they_show():
     grey = torch.zeros(1, 5, 4)
     grey[0, 1, 2] = 1.0
-    shown = decoded(pictures.picture(grey))
+    shown = decoded(models.picture(grey))
     assert shown.size == (4, 5) and shown.getpixel((2, 1)) == 255 and np.asarray(shown).sum() == 255
-    assert decoded(pictures.picture(torch.rand(3, 8, 8))).mode == "RGB"
+    assert decoded(models.picture(torch.rand(3, 8, 8))).mode == "RGB"
     weight = torch.tensor([[-1.0, 0.0], [0.5, 1.0]]).reshape(2, 1, 1, 2)
-    low, high = (np.asarray(decoded(one)).reshape(-1).tolist() for one in pictures.filters(weight))
+    low, high = (np.asarray(decoded(one)).reshape(-1).tolist() for one in models.filter_pictures(weight))
     assert low == [0, 128] and high == [191, 255]
-    assert decoded(pictures.filters(torch.randn(2, 3, 3, 3))[0]).mode == "RGB"
-    assert decoded(pictures.filters(torch.randn(2, 7, 3, 3))[0]).mode == "L"
+    assert decoded(models.filter_pictures(torch.randn(2, 3, 3, 3))[0]).mode == "RGB"
+    assert decoded(models.filter_pictures(torch.randn(2, 7, 3, 3))[0]).mode == "L"
 
 
 def decoded(uri):

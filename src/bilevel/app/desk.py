@@ -15,11 +15,11 @@ from bilevel.app.desk_pictures import DONE, DeskPicture
 from bilevel.data.pictures import data_url, encoded
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
-from bilevel.learners import ZOO_PREFIX, choice, library
+from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.calibration import RATES
 from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.library import TrainedLearner
-from bilevel.learners.recognition import NoneOfThese, adapted, facts_to_keep, none_of_these, trained
+from bilevel.learners.recognition import NoneOfThese, adapted, choose, facts_to_keep, none_of_these, trained
 
 # The value of the model setting for which a model is chosen by the pictures.
 AUTOMATIC = "automatic"
@@ -189,7 +189,7 @@ class Desk:
         ways = max(2, len(self._classes))
         shots = len(labelled) / len(self._classes) if labelled else 1.0
         drawn = sum(picture.drawn for picture in examined) if examined else 1
-        chosen = choice.choose(drawn, max(1, len(examined)), ways, shots)
+        chosen = choose(drawn, max(1, len(examined)), ways, shots)
         return self._open(chosen.spec, chosen.why if labelled else "")
 
     def _classifier(self) -> DeskClassifier | None:

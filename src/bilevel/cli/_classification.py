@@ -21,9 +21,18 @@ from bilevel.cli._user_pictures import Pictures
 from bilevel.data.preparation import Kind, Preparation
 from bilevel.errors import BilevelError
 from bilevel.files import write_bytes
-from bilevel.learners import choice, library
+from bilevel.learners import library
 from bilevel.learners.classifier import FewShotClassifier
-from bilevel.learners.recognition import NONE, adapted, facts_to_keep, none_of_these, saved_classifier, trained
+from bilevel.learners.recognition import (
+    NONE,
+    ModelChoice,
+    adapted,
+    choose,
+    facts_to_keep,
+    none_of_these,
+    saved_classifier,
+    trained,
+)
 from bilevel.models.batch_norm import MEANING
 
 # About how many pictures are examined to distinguish drawings from photographs.
@@ -203,10 +212,10 @@ def classify(
     )
 
 
-def _chosen(files: _user_pictures.PictureFiles) -> choice.Choice:
+def _chosen(files: _user_pictures.PictureFiles) -> ModelChoice:
     """The model of the zoo for these pictures."""
     labelled = [len(of_class) for of_class in files.classes.values()]
-    return choice.choose(*_drawn(files), len(labelled), sum(labelled) / len(labelled))
+    return choose(*_drawn(files), len(labelled), sum(labelled) / len(labelled))
 
 
 def _guessed(default: Preparation, files: _user_pictures.PictureFiles) -> tuple[Preparation, str]:

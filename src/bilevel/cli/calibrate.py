@@ -33,10 +33,10 @@ def command(
     They are saved in the run's folder or in the saved learner's card, where `bilevel classify` finds them. Weights and
     scores are not changed.
     """
-    from bilevel.cli._calibrating import calibrate, show
+    from bilevel.cli._evaluation import calibrate, show_calibrations
 
     made = calibrate(run, episodes, batch_norm, seed, data_root)
     if as_json:
         typer.echo(json.dumps([one.plain() for one in made], indent=1))
     else:
-        show(run, made)
+        show_calibrations(run, made)

@@ -119,7 +119,7 @@ def command(
         "command": shlex.join(["bilevel", *sys.argv[1:]]),
     }
     if staged is not None:
-        from bilevel.cli._staged_training import run_recipe
+        from bilevel.cli._training import run_recipe
 
         raise typer.Exit(run_recipe(staged, folder, **common))
     settings = _settings(name, given, own, folder if resume else None)

@@ -21,9 +21,18 @@ from torch import Tensor
 
 from bilevel.data import ImageDataset
 from bilevel.experiments._class_names import readable, related
-from bilevel.experiments._representation_measures import Separation, distances, extremes, flatten, separation
 from bilevel.experiments._representation_picture import ClassMap, ImagePair, draw_maps, draw_pairs
-from bilevel.experiments._representation_tables import NAMES, notes, spread, tables
+from bilevel.experiments._representation_tables import (
+    NAMES,
+    Separation,
+    distances,
+    extremes,
+    flatten,
+    notes,
+    separation,
+    spread,
+    tables,
+)
 from bilevel.experiments.base import ExperimentResult, ExperimentSettings, described, require, single_precision
 from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation

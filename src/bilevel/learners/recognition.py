@@ -1,4 +1,4 @@
-"""Using a trained model: load it, adapt it to labelled pictures, calibrate it, and set a threshold for "none of these".
+"""Using a trained model: choose and load it, adapt it to labelled pictures, and set a threshold for "none of these".
 
 `bilevel classify`, `bilevel export` and `bilevel app` use these functions.
 """
@@ -14,7 +14,7 @@ import torch
 
 from bilevel.data.preparation import Preparation
 from bilevel.errors import BilevelError
-from bilevel.learners import calibration, library
+from bilevel.learners import ZOO_PREFIX, calibration, library
 from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.library import TrainedLearner
 from bilevel.learners.settings import TrainingSettings
@@ -23,6 +23,8 @@ from bilevel.source_commit import commit
 
 # The prediction for a picture of none of the classes.
 NONE = "none of these"
+# Accuracies that differ by less count as equal, because those in the cards are from at most 100 episodes.
+CLOSE = 0.01
 
 
 def trained(spec: str, batch_norm: str | None) -> TrainedLearner:
@@ -109,3 +111,59 @@ def _calibration(model: TrainedLearner, classifier: FewShotClassifier) -> calibr
     counts = torch.bincount(classifier.numbers).double()
     mode = classifier.learner.batch_norm if classifier.learner.has_batch_norm else None
     return calibration.nearest(model.calibrations, len(counts), float(counts.mean()), mode)
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model of the zoo, and a sentence that says why it was chosen."""
+
+    spec: str
+    why: str
+
+
+def choose(drawn: int, pictures: int, ways: int, shots: float) -> ModelChoice:
+    """The model of the zoo for these pictures: of drawings, if most of them look drawn, else of photographs.
+
+    Args:
+        drawn: how many of the pictures look like drawings.
+        pictures: the number of pictures.
+        ways: the number of classes.
+        shots: the mean number of labelled pictures per class.
+
+    >>> choose(drawn=30, pictures=30, ways=10, shots=5).spec
+    'zoo:omniglot-20way-5shot'
+    """
+    drawings = 2 * drawn > pictures
+    kind = "drawings" if drawings else "photographs"
+    cards = {
+        name: card for name, card in library.zoo().items() if Preparation.of(card["preparation"]).draws == drawings
+    }
+    if not cards:
+        raise BilevelError(f"The zoo has no model of {kind}. Pass the folder of a run that you have trained.")
+    scores = {name: _scores(card) for name, card in cards.items()}
+    shapes = {shape for by_shape in scores.values() for shape in by_shape}
+    nearest = min(shapes, key=lambda shape: (_distance(shape[0], shape[1], ways, shots), shape))
+    accuracies = {name: by_shape[nearest] for name, by_shape in scores.items() if nearest in by_shape}
+    good = [name for name in accuracies if accuracies[name] >= max(accuracies.values()) - CLOSE]
+    trained = {name: TrainingSettings.of(cards[name]["settings"]) for name in good}
+    name = min(good, key=lambda name: (_distance(trained[name].ways, trained[name].shots, ways, shots), name))
+    why = (
+        f"{drawn} of {pictures} pictures look like drawings, so a model of {kind} was taken. {ZOO_PREFIX}{name} is the "
+        f"best one of the zoo, or within a point of it, for {nearest[0]}-way {nearest[1]}-shot episodes (meta-test: "
+        f"{accuracies[name]:.1%}), which are nearest to these {ways} classes with {shots:g} labelled "
+        f"picture{'s' * (shots != 1)} each."
+    )
+    return ModelChoice(ZOO_PREFIX + name, why)
+
+
+def _scores(card: dict[str, Any]) -> dict[tuple[int, int], float]:
+    """Accuracies on meta-test by (ways, shots), in the batch norm mode in which the model is used."""
+    mode = card["learner"].get("batch_norm")
+    used = "support" if mode == "episode" else mode
+    calibrations = [calibration.Calibration.of(values) for values in card["calibrations"]]
+    return {(made.ways, made.shots): made.accuracy for made in calibrations if made.batch_norm == used}
+
+
+def _distance(ways: int, shots: float, wanted_ways: int, wanted_shots: float) -> float:
+    """How different two shapes of episodes are. The number of examples has twice the weight of that of classes."""
+    return 2 * abs(math.log(shots / wanted_shots)) + abs(math.log(ways / wanted_ways))

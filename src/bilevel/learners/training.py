@@ -24,7 +24,6 @@ from bilevel.learners.evaluation import GROUP, judge
 from bilevel.learners.representation import CENTRE
 from bilevel.learners.saved_learner import check_numbers
 from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
-from bilevel.learners.stages import begin_with_weights
 from bilevel.learners.streams import episodes
 from bilevel.tasks.augmentation import ImageAugmentation
 from bilevel.thread_pool import one_thread
@@ -91,7 +90,7 @@ class FewShotTraining:
         for ways, shots in [*self.stream.shapes(), (settings.ways, settings.shots)]:
             self.learner.check_episode(ways, shots)
         if settings.initial and (folder is None or not RunFolder(folder).checkpoints.files()):
-            begin_with_weights(self.learner, settings, library.find(settings.initial, near=folder))
+            library.begin_with_weights(self.learner, settings, library.find(settings.initial, near=folder))
         if CENTRE in self.learner.lam and not bool(self.learner.lam[CENTRE].any()):
             self.learner.centre(self._sample())
         self.optimizer = self._new_optimizer()

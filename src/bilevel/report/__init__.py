@@ -1,6 +1,6 @@
 """One self-contained HTML page about results and trainings: tables, curves, episodes, filters, certificates.
 
-`page.write` is the entry point. `read` finds results and runs; `curves`, `pictures` and `models` prepare what is shown;
+`page.write` is the entry point. `read` finds results and runs; `curves` and `models` prepare what is shown;
 `page` fills the files of `templates/`. The page loads nothing over the network when it is viewed.
 """
 

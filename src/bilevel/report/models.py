@@ -7,21 +7,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from bilevel.certificate import Certificate, certify
 from bilevel.data import ImageDataset
+from bilevel.data.pictures import data_url, encoded
 from bilevel.errors import BilevelError
 from bilevel.learners.library import TrainedLearner, find
 from bilevel.learners.streams import episodes, open_data
 from bilevel.plotting import class_name
-from bilevel.report import pictures
 
 if TYPE_CHECKING:
     from bilevel.report.read import FoundRun
 
 # Only filters of the first layer with at most this many inputs are shown; others cannot be read as pictures.
 MOST_FILTERS = 256
+# A grey drawing of 28×28 is smallest as a PNG; a photograph as PNG would be five times what it is as JPEG.
+QUALITY = 85
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Reader:
         model = Model(
             trained,
             layer,
-            [] if weight is None else pictures.filters(weight[:MOST_FILTERS]),
+            [] if weight is None else filter_pictures(weight[:MOST_FILTERS]),
             () if weight is None else tuple(weight.shape),
             [],
             [],
@@ -160,13 +164,13 @@ def _episode(trained: TrainedLearner, data: ImageDataset, number: int) -> ShownE
         class_name(data.classes[int(data.labels[row])]) + (f", turned {90 * int(turn)}°" if turn else "")
         for row, turn in zip(rows[:, 0], turns, strict=True)
     ]
-    drawn = [pictures.picture(image) for image in support]
+    drawn = [picture(image) for image in support]
     return ShownEpisode(
         number,
         names,
         [drawn[i : i + settings.shots] for i in range(0, len(drawn), settings.shots)],
         [
-            ShownQuery(pictures.picture(image), int(answer), int(row.argmax()), [float(p) for p in row])
+            ShownQuery(picture(image), int(answer), int(row.argmax()), [float(p) for p in row])
             for image, answer, row in zip(queries, answers, probabilities, strict=True)
         ],
     )
@@ -194,3 +198,24 @@ def _certificate(trained: TrainedLearner, data: ImageDataset, number: int) -> tu
             w, state = dynamics.step(lambda v: problem.inner(v, lam, task.train), w, state, t)
         loss = float(problem.inner(w, lam, task.train))
     return certificate, min(loss, certificate.gradient_norm**2 / (2 * l2)) if l2 else loss
+
+
+def picture(image: Tensor) -> str:
+    """A data: address of one image C×H×W in [0, 1], with 1 or 3 channels; of others, the mean of the channels."""
+    pixels = (image.detach().clamp(0, 1) * 255).round().byte().cpu().movedim(0, -1).numpy()
+    if pixels.shape[2] == 3:
+        return data_url(encoded(pixels, "JPEG", quality=QUALITY), "jpeg")
+    return data_url(encoded(pixels.mean(2, keepdims=True).astype(np.uint8), optimize=True))
+
+
+def filter_pictures(weight: Tensor) -> list[str]:
+    """Every filter of a convolution, out×in×k×k, on one common scale.
+
+    Of one channel: zero is middle grey, black is the most negative weight of the layer and white the most positive. Of
+    three channels: the same in red, green and blue. Of others: their mean.
+    """
+    values = weight.detach().double().cpu().movedim(1, -1)
+    if values.shape[3] not in (1, 3):
+        values = values.mean(3, keepdim=True)
+    bytes_ = (127.5 * (1 + values / max(float(values.abs().max()), 1e-12))).round().byte().numpy()
+    return [data_url(encoded(one, optimize=True)) for one in bytes_]
