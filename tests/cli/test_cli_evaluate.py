@@ -11,7 +11,7 @@ from bilevel.data import load
 from bilevel.files import read_json
 from bilevel.learners import evaluation, library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
-from bilevel.learners.evaluation import judge
+from bilevel.learners.evaluation import evaluate
 from bilevel.learners.streams import episodes
 from bilevel.training.files import write_tensors
 from training.processes import here, words
@@ -43,14 +43,14 @@ def numbers(*arguments):
     return json.loads(done.stdout)
 
 
-def test_every_number_of_steps_is_judged_and_the_best_once_on_test(run, monkeypatch):
+def test_every_number_of_steps_is_evaluated_and_the_best_once_on_test(run, monkeypatch):
     asked = []
 
-    def judged(learner, stream, count, steps, **options):
+    def evaluated(learner, stream, count, steps, **options):
         asked.append((stream.split, count, steps))
-        return judge(learner, stream, count, steps, **options)
+        return evaluate(learner, stream, count, steps, **options)
 
-    monkeypatch.setattr("bilevel.learners.evaluation.judge", judged)
+    monkeypatch.setattr("bilevel.learners.evaluation.evaluate", evaluated)
     found = numbers(run, *FEW)
     chosen = found["steps"]
     assert asked == [("val", 6, 8), ("test", 6, chosen)]
@@ -63,7 +63,7 @@ def test_every_number_of_steps_is_judged_and_the_best_once_on_test(run, monkeypa
     assert (other["ways"], other["shots"], other["queries"]) == (4, 2, 1)
     # The same from Python, with the weights of the best validation.
     trained = library.find(str(run))
-    score = judge(trained.learner, episodes(trained.settings, load("glyphs"), "test"), 6, chosen)
+    score = evaluate(trained.learner, episodes(trained.settings, load("glyphs"), "test"), 6, chosen)
     assert score.means[-1] == found["test"]["accuracy"] and score.intervals[-1] == found["test"]["interval"]
     assert found["inner_lr"] == trained.learner.inner_lr <= 0.5
 
@@ -162,13 +162,13 @@ def test_damaged_runs(run, tmp_path):
 def test_groups_do_not_change_the_score(run, monkeypatch):
     trained = library.find(str(run))
     stream = episodes(replace(trained.settings, queries=1), load("glyphs"), "val")
-    whole = judge(trained.learner, stream, 7, 2)
+    whole = evaluate(trained.learner, stream, 7, 2)
     monkeypatch.setattr(evaluation, "GROUP", 3)
-    assert judge(trained.learner, stream, 7, 2) == whole
+    assert evaluate(trained.learner, stream, 7, 2) == whole
 
 
 def test_the_network_under_another_learner(run):
-    """The nearest centroid of the run's own features is what `--learner nearest-centroid` judges."""
+    """The nearest centroid of the run's own features is what `--learner nearest-centroid` evaluates."""
     found = numbers(run, *FEW, "--learner", "nearest-centroid")
     assert (found["learner"], found["steps"]) == ("nearest-centroid", None)
     trained = library.find(str(run))

@@ -1,4 +1,4 @@
-"""Every learner is trained, continued, judged and used by the same commands."""
+"""Every learner is trained, continued, evaluated and used by the same commands."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_a_run_that_was_continued_is_one_that_was_not(run, tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_it_is_judged_saved_and_listed(run, tmp_path, monkeypatch):
+def test_it_is_evaluated_saved_and_listed(run, tmp_path, monkeypatch):
     name, out = run
     monkeypatch.setattr("bilevel.cli._evaluation.GRID", ((2, 1),))  # all of them take ten times as long
     done = call("evaluate", out, "--episodes", 2, "--steps", "1-2", "--json", "--save", tmp_path / "model")

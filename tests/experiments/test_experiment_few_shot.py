@@ -1,4 +1,4 @@
-"""Table 3: which model stands for a row, how it is judged, and what is said of rows without one."""
+"""Table 3: which model stands for a row, how it is evaluated, and what is said of rows without one."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from bilevel.experiments import few_shot
 from bilevel.experiments.base import reproduce
 from bilevel.files import write_json
 from bilevel.learners import library
-from bilevel.learners.evaluation import judge
+from bilevel.learners.evaluation import evaluate
 from bilevel.learners.presets import PRESETS, preset
 from bilevel.learners.streams import episodes, open_data
 from bilevel.training.files import write_tensors
@@ -79,8 +79,8 @@ def test_the_table(omniglot, tmp_path, monkeypatch):
     assert (record.folder / "few-shot.png").stat().st_size > 20_000
     # The row's own ways and shots, whatever the model was trained with; T by meta-validation alone.
     data, settings = open_data(preset("omniglot-20way-5shot")), preset("omniglot-20way-5shot")
-    validation = judge(learner, episodes(settings, data, "val"), 6, 3)
-    test = judge(learner, episodes(settings, data, "test"), 6, validation.best_steps)
+    validation = evaluate(learner, episodes(settings, data, "val"), 6, 3)
+    test = evaluate(learner, episodes(settings, data, "test"), 6, validation.best_steps)
     assert numbers["validation for every T"] == pytest.approx(validation.means)
     assert numbers["steps"] == validation.best_steps and numbers["accuracy"] == pytest.approx(test.means[-1])
     again = reproduce("few-shot", options, out=tmp_path / "again", progress=False)[0]
@@ -103,7 +103,7 @@ def test_an_earlier_score_of_the_same_model_is_kept(omniglot, tmp_path):
     assert again["omniglot-5way-1shot"] == true
 
 
-def test_every_row_is_judged_on_its_own_split_of_classes(omniglot, tmp_path):
+def test_every_row_is_evaluated_on_its_own_split_of_classes(omniglot, tmp_path):
     a_run(tmp_path / "omniglot-5way-5shot")
     config = json.loads((tmp_path / "omniglot-5way-5shot" / "config.json").read_text())
     config["settings"]["seed"] = 1

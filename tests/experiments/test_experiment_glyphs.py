@@ -88,7 +88,7 @@ def test_the_trainings_are_kept_as_runs_that_score_as_the_table_does(short, few_
         with glyphs.single_precision():
             trained = find(str(folder))
             stream = glyphs.episodes(replace(trained.settings, queries=settings.test_queries), few_scripts, "test")
-            score = glyphs.judge(trained.learner, stream, settings.test_episodes, trained.learner.steps)
+            score = glyphs.evaluate(trained.learner, stream, settings.test_episodes, trained.learner.steps)
         found = result.numbers["accuracy"][method]
         assert trained.settings.method == method and trained.learner.steps == found["steps"]
         assert score.means[-1] == pytest.approx(found["accuracy"])
@@ -141,10 +141,10 @@ def test_the_step_size_is_the_best_on_meta_validation(few_scripts):
     with glyphs.single_precision():
         learner = glyphs._pixels(settings, few_scripts)
         found = {
-            size: glyphs.judge_one(settings, few_scripts, "x", learner, (size,), calls.append)
+            size: glyphs.evaluate_one(settings, few_scripts, "x", learner, (size,), calls.append)
             for size in (0.001, 0.1, 3.0)
         }
-        both = glyphs.judge_one(settings, few_scripts, "x", learner, (0.001, 0.1, 3.0), calls.append)
+        both = glyphs.evaluate_one(settings, few_scripts, "x", learner, (0.001, 0.1, 3.0), calls.append)
     best = max(found, key=lambda size: max(found[size].validation.means))
     assert learner.inner_lr == best == 0.1 and both.steps == found[best].steps
     assert both.test == found[best].test
@@ -154,10 +154,10 @@ def test_the_episode_in_the_picture_is_scored_as_the_table_scores_it(few_scripts
     settings = replace(glyphs.GlyphsSettings(), validation_episodes=2, test_episodes=2)
     with glyphs.single_precision():
         learner = glyphs.new_learner(glyphs._training(settings, "reverse"), few_scripts)
-        judged = glyphs.judge_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
-        shown = glyphs.show(settings, few_scripts, judged)
-    assert shown.right / shown.queries == float(judged.per_episode[shown.number]) < 1 and shown.queries == 50
-    assert (judged.per_episode[: shown.number] == 1).all()
+        evaluated = glyphs.evaluate_one(settings, few_scripts, "x", learner, (0.1,), lambda doing: None)
+        shown = glyphs.show(settings, few_scripts, evaluated)
+    assert shown.right / shown.queries == float(evaluated.per_episode[shown.number]) < 1 and shown.queries == 50
+    assert (evaluated.per_episode[: shown.number] == 1).all()
     assert all(name.startswith("hebrew ") for name in shown.classes) and len(set(shown.classes)) == 5
 
 
@@ -165,8 +165,8 @@ def test_without_a_mistake_the_first_episode_is_shown(few_scripts):
     settings = glyphs.GlyphsSettings()
     with glyphs.single_precision():
         learner = glyphs._untrained(settings, few_scripts)
-        judged = glyphs.Judged(learner, 1, None, None, torch.ones(3))
-        assert glyphs.show(settings, few_scripts, judged).number == 0
+        evaluated = glyphs.Evaluated(learner, 1, None, None, torch.ones(3))
+        assert glyphs.show(settings, few_scripts, evaluated).number == 0
 
 
 def test_a_wrong_answer_can_be_seen(tmp_path):
@@ -191,8 +191,8 @@ def test_the_bar_ends_where_it_should(few_scripts):
     with glyphs.single_precision():
         glyphs.learn(settings, few_scripts, "reverse", calls.append)
         learner = glyphs._pixels(settings, few_scripts)
-        glyphs.judge_one(settings, few_scripts, "x", learner, settings.step_sizes, calls.append)
-        glyphs.judge_one(settings, few_scripts, "x", learner, (0.1,), calls.append)
+        glyphs.evaluate_one(settings, few_scripts, "x", learner, settings.step_sizes, calls.append)
+        glyphs.evaluate_one(settings, few_scripts, "x", learner, (0.1,), calls.append)
     assert 2 * len(calls) == glyphs._work(settings)
 
 

@@ -55,7 +55,7 @@ def test_all_learners_see_as_many_images(all_learners):
         assert row["curve"][-1][0] == row["images"]
 
 
-def test_all_learners_are_judged_on_the_same_disjoint_episodes(glyphs, all_learners):
+def test_all_learners_are_evaluated_on_the_same_disjoint_episodes(glyphs, all_learners):
     torch.set_default_dtype(torch.float32)
     job = strategies.FewShotTraining(
         replace(PROBLEMS["glyphs-5way-1shot"], learner="pixels", network="omniglot-net"), glyphs
@@ -70,7 +70,7 @@ def test_all_learners_are_judged_on_the_same_disjoint_episodes(glyphs, all_learn
 def test_a_second_run_reads_what_is_there(all_learners, monkeypatch):
     result, record = all_learners
     monkeypatch.setattr(strategies.FewShotTraining, "step", lambda *arguments: pytest.fail("it was trained again"))
-    monkeypatch.setattr(strategies, "judge", lambda *arguments: pytest.fail("it was judged again"))
+    monkeypatch.setattr(strategies, "evaluate", lambda *arguments: pytest.fail("it was evaluated again"))
     for weights in record.folder.glob("runs/*/**/*.safetensors"):  # the log and meta_test.json are enough
         weights.unlink()
     again, _ = reproduce("strategies", ALL, quick=True, out=record.folder.parent, progress=False)
@@ -156,7 +156,7 @@ def test_published_numbers_are_those_of_the_table():
     assert {len(values) for values, _ in PUBLISHED.values()} == {6} and tuple(TABLE_3) == COLUMNS
 
 
-def test_one_training_is_judged_on_every_problem_of_its_data(tmp_path, monkeypatch):
+def test_one_training_is_evaluated_on_every_problem_of_its_data(tmp_path, monkeypatch):
     other = replace(PROBLEMS["glyphs-5way-1shot"], ways=3, shots=2)
     monkeypatch.setitem(strategies.PROBLEMS, "glyphs-3way-2shot", other)
     options = {**TINY, "learners": "prototypical,anil", "problems": "glyphs-5way-1shot,glyphs-3way-2shot"}

@@ -13,7 +13,7 @@ import torch
 from bilevel import BilevelError
 from bilevel.errors import DivergenceError
 from bilevel.experiments import _trainings, validate_t, variants
-from bilevel.experiments._trainings import FinishedTraining, JudgedTraining
+from bilevel.experiments._trainings import EvaluatedTraining, FinishedTraining
 from bilevel.experiments.base import reproduce
 from bilevel.learners.runs import train_in
 from bilevel.learners.settings import TrainingSettings
@@ -41,7 +41,7 @@ def four(tmp_path_factory):
     return reproduce("validate-t", quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
 
 
-def test_every_variant_learns_and_is_judged(six):
+def test_every_variant_learns_and_is_evaluated(six):
     result, _ = six
     rows = result.numbers["glyphs"]
     assert list(rows) == list(variants.CHANGES)
@@ -235,7 +235,7 @@ def test_what_the_ends_say(ends, words):
     assert words in text and "T = 5 is best" in text and "T = 8 came within" in text
 
 
-# ------------------------------------------------------------------------------------------------- judging
+# ------------------------------------------------------------------------------------------------- evaluation
 
 
 def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
@@ -243,8 +243,8 @@ def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
     settings = replace(_trainings.PROBLEMS["glyphs"], steps=3)
     learner = _trainings.FewShotTraining(settings, glyphs).learner
     trained = FinishedTraining(learner, settings, False, 0, 0, 0.0, [])
-    found = {size: _trainings.judge_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
-    both = _trainings.judge_with_steps(trained, glyphs, list(found), 10, 4)
+    found = {size: _trainings.evaluate_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
+    both = _trainings.evaluate_with_steps(trained, glyphs, list(found), 10, 4)
     best = max(found, key=lambda size: found[size].validation)
     assert both == found[best] and found[1e4].accuracy > 0.25  # bounded by 1/ν
 
@@ -268,7 +268,7 @@ def test_several_seeds_are_several_trainings(tmp_path):
 
 
 def test_differences_add_their_intervals_in_quadrature():
-    gap, width = _trainings.differ(JudgedTraining(0.1, 0.5, 0.6, 0.03), JudgedTraining(0.1, 0.5, 0.5, 0.04))
+    gap, width = _trainings.differ(EvaluatedTraining(0.1, 0.5, 0.6, 0.03), EvaluatedTraining(0.1, 0.5, 0.5, 0.04))
     assert gap == pytest.approx(0.1) and width == pytest.approx(0.05)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bilevel import BilevelError, certify
 from bilevel.distributed import World
-from bilevel.learners.evaluation import EpisodeScore, judge
+from bilevel.learners.evaluation import EpisodeScore, evaluate
 from bilevel.learners.presets import PRESETS, preset
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes, open_data
@@ -91,7 +91,7 @@ def test_the_average_is_used_for_scores_and_begins_as_a_mean(data):
     assert not same(job.weights(), job.learner.lam)
     learner = new_learner(SMALL, data)
     learner.set_weights(job.weights())
-    expected = judge(learner, episodes(SMALL, data, "val"), 4, 3)
+    expected = evaluate(learner, episodes(SMALL, data, "val"), 4, 3)
     assert job.validate(3)["score"] == expected.means[-1]
 
 
@@ -237,7 +237,7 @@ class Knows:
 def test_a_score_is_a_mean_with_its_interval(data):
     table = torch.rand(45, 6, dtype=torch.float64)
     done = []
-    score = judge(Knows(table), episodes(SMALL, data, "val"), 45, 6, report=done.append)
+    score = evaluate(Knows(table), episodes(SMALL, data, "val"), 45, 6, report=done.append)
     assert score.episodes == 45 and done == [20, 40, 45]
     assert np.allclose(score.means, table.mean(0)) and np.allclose(
         score.intervals, 1.96 * table.numpy().std(0, ddof=1) / 45**0.5
@@ -245,9 +245,9 @@ def test_a_score_is_a_mean_with_its_interval(data):
     assert score.best_steps == 1 + int(table.mean(0).argmax())
     assert EpisodeScore((0.5, 0.7, 0.7), (0, 0, 0), 2).best_steps == 2
     with pytest.raises(BilevelError, match="at least 2"):
-        judge(Knows(table), episodes(SMALL, data, "val"), 1, 6)
+        evaluate(Knows(table), episodes(SMALL, data, "val"), 1, 6)
     with pytest.raises(Interrupted):
-        judge(Knows(table), episodes(SMALL, data, "val"), 45, 6, stop=True)
+        evaluate(Knows(table), episodes(SMALL, data, "val"), 45, 6, stop=True)
 
 
 # ------------------------------------------------------------------------------------------------- settings

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from bilevel.cli import build
 from bilevel.learners import library
-from bilevel.learners.evaluation import judge
+from bilevel.learners.evaluation import evaluate
 from bilevel.learners.streams import episodes, open_data
 
 # The paper's 98.6, 99.5, 95.5 and 98.4 % are what to pass; these are what must not be missed. MiniImagenet's models are
@@ -59,7 +59,7 @@ def test_the_score_is_found_again(name, real):
     assert data.fingerprint == found.card["data"]["fingerprint"]
     steps, score = found.card["score"]["steps"], found.card["score"]["test"]
     # The same first 20 of the card's 600 episodes: within four standard errors of all of them.
-    again = judge(found.learner, episodes(found.settings, data, "test"), 20, steps)
+    again = evaluate(found.learner, episodes(found.settings, data, "test"), 20, steps)
     assert abs(again.means[-1] - score["accuracy"]) < 4 * score["interval"] / 1.96 * (600 / 20) ** 0.5
 
 

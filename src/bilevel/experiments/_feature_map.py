@@ -48,7 +48,7 @@ class FeatureMapData:
 
 
 def inner(w: Tensor, data: Batch, rho: float) -> Tensor:
-    """On features that H has been applied to already, which `encode` does once for all steps."""
+    """The inner objective on features XH, which `encode` computes once for all steps."""
     z, y = data
     return 0.5 * (z @ w - y).square().sum() + 0.5 * rho * w.square().sum()
 
@@ -90,8 +90,7 @@ def right(w: Tensor, h: Tensor, data: Batch) -> Tensor:
 
 
 def draw_data(dataset: str, model: str, classes: int, sizes: tuple[int, int, int], seed: int) -> FeatureMapData:
-    """Classes that the network was not trained on, their drawings dealt to three disjoint sets, as a function of the
-    seed.
+    """Classes that the network was not trained on, with their drawings divided into three disjoint sets by the seed.
 
     Each set goes through the network by itself and is normalised by its own statistics, as in the network's training.
     One factor on all features makes their mean squared norm 1 on the training set.

@@ -22,7 +22,7 @@ APART, GAP, BELOW, NAMED = 1.12, 0.45, 1.5, 3.9
 
 @dataclass(frozen=True)
 class Shown:
-    """One test episode: pictures are classes × examples × height × width, ink 1; `predicted` are numbers of classes."""
+    """A test episode: pictures classes × examples × height × width with ink 1, and the predicted class numbers."""
 
     number: int
     classes: list[str]
@@ -79,7 +79,7 @@ def _episode(axes: Axes, shown: Shown, kind: str) -> None:
         for column in range(shots):
             _image(axes, shown.support[row, column], column * APART, y)
             axes.add_patch(Rectangle((column * APART, y), 1, 1, fill=False, edgecolor=GREY, linewidth=0.8))
-        # A row has room for some of its queries only, and mistakes are not what should be left out.
+        # There is room for some of the queries only, so those with a wrong prediction come first.
         order = sorted(range(every), key=lambda query: shown.predicted[row][query] == row)
         for column, query in enumerate(order[:each]):
             x, answer = start + column * APART, shown.predicted[row][query]
@@ -133,7 +133,7 @@ def _bars(axes: Axes, accuracy: Mapping[str, Mapping[str, Any]], chance: float) 
 
 
 def _learning(axes: Axes, curves: Mapping[str, Mapping[int, float]], accuracy: Mapping[str, Mapping[str, Any]]) -> None:
-    """In the colours of the bars, which name them."""
+    """Curves in the colours of the bars, whose labels name them."""
     titled(axes, "Meta-validation while learning", "hyperiterations", "accuracy (per cent)")
     last = max(k for curve in curves.values() for k in curve)
     for colour, marker, (name, one) in zip(COLOURS, "os--", accuracy.items(), strict=True):

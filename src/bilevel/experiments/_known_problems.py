@@ -1,4 +1,4 @@
-"""Three inner problems whose minimisers are known independently of the certificate, to compare it with."""
+"""Three inner problems whose minimisers are computed without the certificate, so that it can be compared with them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from bilevel.trees import Tree
 
 @dataclass(frozen=True)
 class KnownProblem:
-    """A problem at one λ, with the truth about it.
+    """A problem at one λ, with its minimiser, its value and its hypergradient.
 
     Attributes:
         name: a short name.
         title: what it is.
         lr: η of gradient descent.
-        mu: the modulus of strong convexity where theory gives it; None leaves it to the certificate.
+        mu: the modulus of strong convexity, if it is known; None: the certificate computes it.
         w: w_λ.
         value: f(λ).
         grad: ∇f(λ).

@@ -40,7 +40,7 @@ PUBLISHED: dict[str, tuple[tuple[str, ...], str]] = {
     "imaml": ((*_ONLY_PHOTOGRAPHS, "49.3", "–"), "public reports, four layers of 32 to 64 filters"),
 }
 BASELINE = "pixels"
-# Why a learner has no score, where `train=false` found no finished training.
+# The reason for a missing score if `train=false` found no finished training.
 UNFINISHED = "not trained yet"
 
 
@@ -77,9 +77,9 @@ def ranked(rows: list[StrategyScore]) -> list[StrategyScore]:
 
 
 def claim_notes(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
-    """The paper's claim that its method is competitive with the other strategies, held against the numbers.
+    """Whether the numbers confirm the paper's claim that its method is competitive with the other strategies.
 
-    It is taken to hold where the best other learner is no further ahead than the best other row of Table 3 is.
+    The claim holds if the lead of the best other learner is at most that of the best other row of Table 3.
     """
     trained = sorted((row for row in rows if row.trains), key=lambda row: -row.accuracy)
     others = [row for row in trained if row.learner != OURS]
@@ -114,7 +114,7 @@ def by_strategy(problem: str, rows: list[StrategyScore]) -> str:
 
 
 def defects(problem: str, rows: list[StrategyScore]) -> Iterator[str]:
-    """Learners that fail, or that training leaves below the nearest class mean of raw pixels."""
+    """Notes on learners that diverged, or that are worse after training than the nearest class mean of raw pixels."""
     pixels = next(row for row in rows if row.learner == BASELINE)  # an unfinished one has accuracy 0
     for row in rows:
         if row.failure.startswith("diverged"):

@@ -16,7 +16,7 @@ from bilevel.experiments.base import ExperimentSettings, require
 from bilevel.experiments.overrides import as_options, as_text
 from bilevel.files import write_bytes, write_json
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
-from bilevel.learners.evaluation import EpisodeScore, judge
+from bilevel.learners.evaluation import EpisodeScore, evaluate
 from bilevel.learners.runs import train_in
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes, open_data
@@ -38,7 +38,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True)
 class FinishedTraining:
-    """A training that ran to its end, and what it left: accuracies on meta-validation along the way."""
+    """A finished training: its learner with the best weights, and its accuracies on meta-validation."""
 
     learner: HyperRepresentation
     settings: TrainingSettings
@@ -69,12 +69,12 @@ def check_datasets(names: Sequence[str], **per_dataset: Sequence[Any]) -> None:
 
 
 def open_all(names: Sequence[str]) -> dict[str, ImageDataset]:
-    """The data sets, all of them before any training, so that a missing one costs no time."""
+    """The data sets. They are opened before any training, so that a missing one is an error at once."""
     return {name: open_data(PROBLEMS[name]) for name in names}
 
 
 def command_of(name: str, settings: ExperimentSettings) -> str:
-    """The command that has these settings, however they were given (by `--quick`, for example)."""
+    """The command line that has these settings, also if they came from `--quick`."""
     usual, given = type(settings)(), [f.name for f in fields(settings)]
     texts = {name: as_text(getattr(settings, name)) for name in given}
     changed = {name: text for name, text in texts.items() if text != as_text(getattr(usual, name))}
@@ -127,7 +127,7 @@ def draw_curve(axes: Axes, curve: Sequence[Sequence[float]], colour: str, label:
 
 
 @dataclass(frozen=True)
-class JudgedTraining:
+class EvaluatedTraining:
     """Accuracy on meta-test with the step size that was best on meta-validation."""
 
     inner_lr: float
@@ -136,9 +136,9 @@ class JudgedTraining:
     interval: float
 
 
-def judge_with_steps(
+def evaluate_with_steps(
     trained: FinishedTraining, data: ImageDataset, sizes: Sequence[float], validation_episodes: int, test_episodes: int
-) -> JudgedTraining:
+) -> EvaluatedTraining:
     """Evaluate after T steps, the T of the training. `step_bound` keeps every step below 1/ν, so that none diverges."""
     learner, steps = trained.learner, trained.settings.steps
     learner.batch_norm = "episode"  # the paper's mode, for all learners
@@ -146,20 +146,20 @@ def judge_with_steps(
 
     def score(split: str, size: float, count: int) -> EpisodeScore:
         learner.inner_lr = size
-        return judge(learner, episodes(settings, data, split), count, steps)
+        return evaluate(learner, episodes(settings, data, split), count, steps)
 
     tried = {size: score("val", size, validation_episodes).means[-1] for size in sizes}
     size = max(tried, key=lambda one: tried[one])
     test = score("test", size, test_episodes)
-    return JudgedTraining(size, tried[size], test.means[-1], test.intervals[-1])
+    return EvaluatedTraining(size, tried[size], test.means[-1], test.intervals[-1])
 
 
-def over_seeds(found: Sequence[JudgedTraining]) -> JudgedTraining:
+def over_seeds(found: Sequence[EvaluatedTraining]) -> EvaluatedTraining:
     """The mean over trainings from several seeds.
 
     Its interval includes both sources of noise: the episodes' intervals, and the spread of the seeds' means.
 
-    >>> round(over_seeds([JudgedTraining(0.1, 0.5, 0.6, 0.03), JudgedTraining(0.1, 0.5, 0.6, 0.03)]).interval, 6)
+    >>> round(over_seeds([EvaluatedTraining(0.1, 0.5, 0.6, 0.03), EvaluatedTraining(0.1, 0.5, 0.6, 0.03)]).interval, 6)
     0.021213
     """
     count = len(found)
@@ -167,31 +167,31 @@ def over_seeds(found: Sequence[JudgedTraining]) -> JudgedTraining:
     episodes = sum(one.interval**2 for one in found) / count**2
     seeds = 1.96**2 * float(means.var()) / count if count > 1 else 0.0
     validation = sum(one.validation for one in found) / count
-    return JudgedTraining(found[0].inner_lr, validation, float(means.mean()), (episodes + seeds) ** 0.5)
+    return EvaluatedTraining(found[0].inner_lr, validation, float(means.mean()), (episodes + seeds) ** 0.5)
 
 
-def differ(one: JudgedTraining, other: JudgedTraining) -> tuple[float, float]:
-    """The difference of two accuracies and the half-width of its 95 % interval, as if they were independent."""
+def differ(one: EvaluatedTraining, other: EvaluatedTraining) -> tuple[float, float]:
+    """The difference of two accuracies, and the half-width of its 95 % interval if they are independent."""
     width = torch.tensor([one.interval, other.interval]).norm()
     return one.accuracy - other.accuracy, float(width)
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A learner after all hyperiterations, and the lines of its `metrics.jsonl`."""
+    """A learner after its last hyperiteration, and the lines of its `metrics.jsonl`."""
 
     learner: HyperRepresentation
     metrics: list[dict[str, float]]
 
     @property
     def curve(self) -> list[float]:
-        """The accuracy on meta-validation, the start included."""
+        """The accuracies on meta-validation, including the one before training."""
         return [line["score"] for line in self.metrics if "score" in line]
 
 
-def keep(path: Path, training: TrainingSettings, learned: Learned, steps: int, data: ImageDataset) -> None:
-    """Write a training down as `bilevel train` would, with the T that was best on meta-validation: `bilevel evaluate`,
-    `bilevel classify` and `bilevel report` take it as one of theirs."""
+def write_run(path: Path, training: TrainingSettings, learned: Learned, steps: int, data: ImageDataset) -> None:
+    """Write the folder of a training as `bilevel train` does, with the T that was best on meta-validation, so that
+    `bilevel evaluate`, `bilevel classify` and `bilevel report` can use it."""
     folder = RunFolder(path)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_bytes(folder.metrics, "".join(json.dumps(line) + "\n" for line in learned.metrics).encode())

@@ -41,7 +41,7 @@ class ExperimentSettings:
     """The base of every experiment's settings. A subclass is a frozen dataclass."""
 
     def at_least(self, least: float, **why: str) -> None:
-        """Refuse settings below `least`; `why` says of each what a smaller number would mean."""
+        """Refuse settings below `least`. For each setting, `why` is what is wrong with a smaller number."""
         for name, meaning in why.items():
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else (value,)
@@ -58,10 +58,10 @@ class ExperimentSettings:
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of ready text under named columns, with the paper's numbers and ours side by side.
+    """A table of texts, with the paper's numbers and ours side by side.
 
     Attributes:
-        prose: columns of sentences, which a terminal is too narrow for; they are left to `table.md`.
+        prose: columns of sentences, which are too long for a terminal; only `table.md` has them.
     """
 
     title: str
@@ -79,14 +79,13 @@ class ExperimentResult:
     """What an experiment found.
 
     Attributes:
-        numbers: everything measured, as plain lists, dicts and numbers; a function of the settings alone, times do not
-            belong here.
+        numbers: everything that was measured except times, as lists, dicts and numbers; a function of the settings.
         choices: what the paper leaves open and what was chosen, by name.
         tables: the numbers beside the paper's.
         pictures: names of the files saved in `out`.
         notes: sentences that a reader of the tables needs.
         data: the data sets by name, each with its description and fingerprint; generated data need none.
-        runs: folders of the trainings that the numbers come from, relative to the result's own; see `kept`.
+        runs: folders of the trainings that the numbers come from, relative to the result's own; see `runs_folder`.
         times: measured seconds, and what is computed from them; they differ from run to run.
     """
 
@@ -148,8 +147,8 @@ def reproduce(
     return result, record
 
 
-def kept(out: Path) -> Path:
-    """Where an experiment keeps its trainings, beside the files it publishes, so that a killed one can be resumed."""
+def runs_folder(out: Path) -> Path:
+    """The folder of an experiment's trainings, beside the files of its result. A killed training can be resumed there."""
     return out.parent / "runs"
 
 
@@ -159,7 +158,7 @@ def described(data: ImageDataset) -> str:
 
 
 def finished(solution: Solution) -> Solution:
-    """The solution, if its loop ran to its end; an interrupted or diverged run is not a result."""
+    """The solution, unless the loop was interrupted or diverged, which is raised as an error."""
     if solution.outcome.kind == "interrupted":
         raise KeyboardInterrupt
     if not solution.outcome.ok:
@@ -198,13 +197,13 @@ def label(steps: int | None) -> str:
 
 
 def claim(text: str, holds: bool, why: str, detail: str = "") -> tuple[str, ...]:
-    """A row about a conclusion of the paper's, and whether it holds here."""
+    """A row of a table of claims: a conclusion of the paper, and whether it holds here."""
     return text, "yes", ("yes" if holds else "no") + detail, "none" if holds else "differs", why
 
 
 @contextmanager
 def single_precision() -> Iterator[None]:
-    """Networks are built in float32 inside the block, as the pictures of episodes are, whatever the default is."""
+    """Inside the block torch's default type is float32, so that networks have the type of the images."""
     import torch
 
     before = torch.get_default_dtype()

@@ -1,6 +1,6 @@
 """Few-shot classification on Omniglot and MiniImagenet with hyper-representations.
 
-Every row is a trained model, judged on meta-test episodes: a training of one's own in `runs/`, or one of the model zoo.
+Every row is a trained model, evaluated on meta-test episodes: a training of yours in `runs/`, or a model of the zoo.
 Training takes hours to days and is done separately, by `bilevel train`; rows without a model say so. The paper's recipe
 and trainings in stages, which begin with pretraining, have a table each. MiniImagenet is scored twice: with the paper's
 batch norm, which normalises all queries of an episode together, and with each query classified independently. A row of
@@ -104,13 +104,13 @@ class FewShotRow:
 
 
 def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
-    """Judge every row that has a model."""
+    """Evaluate every row that has a model."""
     _check(settings)
     models = {name: find_model(name, Path(settings.runs)) for name in settings.rows}
     ready = {name: model for name, model in models.items() if model is not None}
     earlier = _earlier_numbers(out.parent / "result.json")
     with single_precision(), one_thread():
-        # The split of classes depends on the seed a model was trained with, so each is judged on its own.
+        # The split of classes depends on the seed a model was trained with, so each is evaluated on its own.
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
         found = {name: _identity(settings, name, model, opened[_split(model)]) for name, model in ready.items()}
         known = {name for name, of in found.items() if earlier.get(name, {}).get("identity") == of}
@@ -144,12 +144,12 @@ def _earlier_numbers(path: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def _identity(s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset) -> str:
     """A checksum of all that the numbers of a row depend on."""
-    judged = {"row": name, "episodes": s.episodes, "most_steps": s.most_steps, "seed": s.seed}
-    return digest(model.weights, {**judged, "learner": model.learner.settings(), "data": data.fingerprint})
+    evaluated = {"row": name, "episodes": s.episodes, "most_steps": s.most_steps, "seed": s.seed}
+    return digest(model.weights, {**evaluated, "learner": model.learner.settings(), "data": data.fingerprint})
 
 
 def modes(name: str, model: library.TrainedLearner) -> tuple[Mode, ...]:
-    """The batch norms that a row is judged with: on MiniImagenet the paper's and one without the other queries."""
+    """The batch norms that a row is evaluated with: on MiniImagenet the paper's and one without the other queries."""
     own = model.settings.batch_norm
     if not name.startswith("miniimagenet"):
         return (own,)
@@ -312,12 +312,12 @@ def _notes(s: FewShotSettings, rows: list[FewShotRow]) -> tuple[str, ...]:
     trained = [(row.name, row.model.settings, row.model.learner) for row in rows if row.model is not None]
     wide = [f"{name} ({of.ways_in_training}-way)" for name, of, _ in trained if of.ways_in_training != of.ways]
     if wide:
-        notes.append(f"Trained on episodes with more classes than they are judged on: {', '.join(wide)}.")
+        notes.append(f"Trained on episodes with more classes than they are evaluated on: {', '.join(wide)}.")
     mirrored = [name for name, _, learner in trained if learner.options.mirror]
     if mirrored:
         notes.append(
             f"Features are the mean over a picture and its mirror image for {', '.join(mirrored)}; `bilevel evaluate "
-            "MODEL --no-mirror` judges such a model without."
+            "MODEL --no-mirror` evaluates such a model without."
         )
     if missing:
         notes.append(f"Not trained yet: {', '.join(missing)}.")

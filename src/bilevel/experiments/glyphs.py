@@ -19,11 +19,18 @@ from torch import Tensor, nn
 
 from bilevel.data import ImageDataset, load
 from bilevel.experiments._glyphs_picture import Shown, draw
-from bilevel.experiments._trainings import Learned, keep
-from bilevel.experiments.base import ExperimentResult, ExperimentSettings, TextTable, kept, require, single_precision
+from bilevel.experiments._trainings import Learned, write_run
+from bilevel.experiments.base import (
+    ExperimentResult,
+    ExperimentSettings,
+    TextTable,
+    require,
+    runs_folder,
+    single_precision,
+)
 from bilevel.hyperiterations import Loop, budget
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
-from bilevel.learners.evaluation import GROUP, EpisodeScore, judge
+from bilevel.learners.evaluation import GROUP, EpisodeScore, evaluate
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes
 from bilevel.learners.training import FewShotTraining, new_learner
@@ -82,7 +89,7 @@ QUICK: dict[str, Any] = {
 
 
 class PixelFeatures(nn.Module):
-    """h(x) = x: the picture itself as features. The factor 1 is there because a representation has a λ."""
+    """h(x) = x: the features are the pixels. λ is a factor that begins at 1, because a representation needs a λ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +100,8 @@ class PixelFeatures(nn.Module):
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A learner at the T (and, where it was searched for, the step size) that was best on meta-validation."""
+class Evaluated:
+    """The scores of a learner, with the T (and for some learners the step size) that was best on meta-validation."""
 
     learner: HyperRepresentation
     steps: int
@@ -107,32 +114,32 @@ def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> Ex
     """Train two learners, evaluate four."""
     _check(settings)
     with single_precision(), one_thread():
-        data = load("glyphs", progress=progress)  # draws a bar of its own the first time
+        data = load("glyphs", progress=progress)  # it has a progress bar of its own
         with counter("glyphs", _work(settings), progress) as begin:
             learned: dict[str, Learned] = {}
-            judged: dict[str, Judged] = {}
+            evaluated: dict[str, Evaluated] = {}
             for method in LEARNED:
                 learned[method] = learn(settings, data, method, begin)
                 learner = learned[method].learner
-                judged[method] = judge_one(settings, data, NAMES[method], learner, (learner.inner_lr,), begin)
+                evaluated[method] = evaluate_one(settings, data, NAMES[method], learner, (learner.inner_lr,), begin)
             for name, learner in (("pixels", _pixels(settings, data)), ("untrained", _untrained(settings, data))):
-                judged[name] = judge_one(settings, data, NAMES[name], learner, settings.step_sizes, begin)
-        shown = show(settings, data, judged["reverse"])
+                evaluated[name] = evaluate_one(settings, data, NAMES[name], learner, settings.step_sizes, begin)
+        shown = show(settings, data, evaluated["reverse"])
     curves = {method: one.curve for method, one in learned.items()}
-    numbers = _numbers(judged, _validated(settings), curves, shown)
+    numbers = _numbers(evaluated, _validated(settings), curves, shown)
     draw(
         out / "glyphs.png",
         shown,
         {NAMES[method]: dict(zip(_validated(settings), values, strict=True)) for method, values in curves.items()},
-        {NAMES[name]: numbers["accuracy"][name] for name in judged},
+        {NAMES[name]: numbers["accuracy"][name] for name in evaluated},
         f"{settings.ways}-way {settings.shots}-shot",
     )
     for method, one in learned.items():
-        keep(kept(out) / method, _training(settings, method), one, judged[method].steps, data)
+        write_run(runs_folder(out) / method, _training(settings, method), one, evaluated[method].steps, data)
     return ExperimentResult(
         numbers,
         _choices(settings),
-        [_table(settings, judged)],
+        [_table(settings, evaluated)],
         ("glyphs.png",),
         _notes(settings, numbers),
         runs=[f"runs/{method}" for method in learned],
@@ -158,20 +165,20 @@ def learn(settings: GlyphsSettings, data: ImageDataset, method: str, begin: Begi
     return Learned(job.learner, lines)
 
 
-def judge_one(
+def evaluate_one(
     settings: GlyphsSettings,
     data: ImageDataset,
     name: str,
     learner: HyperRepresentation,
     step_sizes: tuple[float, ...],
     begin: Begin,
-) -> Judged:
+) -> Evaluated:
     """The accuracy on test episodes, with T and the step size that were best on meta-validation."""
     wide = replace(_training(settings, "reverse"), queries=settings.test_queries)
     found: list[tuple[float, EpisodeScore]] = []
     for size in step_sizes:
         learner.inner_lr = size
-        score = judge(
+        score = evaluate(
             learner,
             episodes(wide, data, "val"),
             settings.validation_episodes,
@@ -181,24 +188,24 @@ def judge_one(
         found.append((size, score))
     learner.inner_lr, validation = max(found, key=lambda pair: max(pair[1].means))
     steps = validation.best_steps
-    test = judge(
+    test = evaluate(
         learner,
         episodes(wide, data, "test"),
         settings.test_episodes,
         steps,
         report=lambda done: begin(f"{name}, unseen scripts"),
     )
-    return Judged(learner, steps, validation, test, test.per_episode[:, -1])
+    return Evaluated(learner, steps, validation, test, test.per_episode[:, -1])
 
 
-def show(settings: GlyphsSettings, data: ImageDataset, judged: Judged) -> Shown:
+def show(settings: GlyphsSettings, data: ImageDataset, evaluated: Evaluated) -> Shown:
     """The first test episode with a mistake, or the first of all if there is none."""
-    wrong = (judged.per_episode < 1).nonzero()
+    wrong = (evaluated.per_episode < 1).nonzero()
     number = int(wrong[0]) if len(wrong) else 0
     stream = episodes(replace(_training(settings, "reverse"), queries=settings.test_queries), data, "test")
     task = stream.episode(number)
     (support, labels), (queries, _) = task.train, task.val
-    predicted = torch.tensor(judged.learner.adapt(support, labels, steps=judged.steps).predict(queries))
+    predicted = torch.tensor(evaluated.learner.adapt(support, labels, steps=evaluated.steps).predict(queries))
     rows, _ = stream.sampler.draw(number)
     return Shown(
         number,
@@ -237,7 +244,7 @@ def _validated(s: GlyphsSettings) -> list[int]:
 
 
 def _untrained(s: GlyphsSettings, data: ImageDataset) -> HyperRepresentation:
-    """The network that both trainings start from; its step size is searched for, so nothing else bounds it."""
+    """The network that both trainings start from, without a bound on the step size, which is chosen on validation."""
     return new_learner(replace(_training(s, "reverse"), step_bound=0.0), data)
 
 
@@ -247,13 +254,13 @@ def _pixels(s: GlyphsSettings, data: ImageDataset) -> HyperRepresentation:
 
 
 def _work(s: GlyphsSettings) -> int:
-    """How often `begin` is called: hyperiterations and groups of episodes, which take about as long."""
+    """How often `begin` is called: once for a hyperiteration or a group of episodes, which take about the same time."""
     choosing, final = (ceil(count / GROUP) for count in (s.validation_episodes, s.test_episodes))
     return 2 * s.iterations + (2 + 2 * len(s.step_sizes)) * choosing + 4 * final
 
 
 def _numbers(
-    judged: dict[str, Judged], seen: list[int], curves: dict[str, list[float]], shown: Shown
+    evaluated: dict[str, Evaluated], seen: list[int], curves: dict[str, list[float]], shown: Shown
 ) -> dict[str, Any]:
     accuracy = {
         name: {
@@ -264,9 +271,9 @@ def _numbers(
             "validation": one.validation.means[one.steps - 1],
             "validation for every T": list(one.validation.means),
         }
-        for name, one in judged.items()
+        for name, one in evaluated.items()
     }
-    gap = judged["reverse"].per_episode - judged["first-order"].per_episode
+    gap = evaluated["reverse"].per_episode - evaluated["first-order"].per_episode
     return {
         "accuracy": accuracy,
         "reverse minus first-order": {
@@ -279,7 +286,7 @@ def _numbers(
     }
 
 
-def _table(s: GlyphsSettings, judged: dict[str, Judged]) -> TextTable:
+def _table(s: GlyphsSettings, evaluated: dict[str, Evaluated]) -> TextTable:
     rows = [
         (
             NAMES[name],
@@ -290,7 +297,7 @@ def _table(s: GlyphsSettings, judged: dict[str, Judged]) -> TextTable:
             f"{100 * one.test.means[-1]:.2f}",
             f"{100 * one.test.intervals[-1]:.2f}",
         )
-        for name, one in judged.items()
+        for name, one in evaluated.items()
     ]
     return TextTable(
         f"Accuracy in per cent, {s.ways}-way {s.shots}-shot, {s.test_episodes} episodes of unseen scripts",
@@ -303,7 +310,7 @@ def _notes(s: GlyphsSettings, numbers: dict[str, Any]) -> tuple[str, ...]:
     gap = numbers["reverse minus first-order"]
     return (
         f"Batch norm: {s.batch_norm}, {MEANING[s.batch_norm]}. Raw pixels have none.",
-        f"Chance is {100 / s.ways:.0f} per cent. All four are judged on the same episodes, each with the T from 1 to "
+        f"Chance is {100 / s.ways:.0f} per cent. All four are evaluated on the same episodes, with the T from 1 to "
         f"{s.most_steps} that was best on meta-validation. The step size of the unlearned two is the best there of "
         f"{', '.join(f'{size:g}' for size in s.step_sizes)}; the learned two keep the one they were trained "
         "with. Raw pixels have the same classifier and the same dynamics, on 784 numbers from 0 (paper) to 1 (ink).",

@@ -1,4 +1,4 @@
-"""The files that an experiment writes: everything needed to judge its numbers and to repeat them."""
+"""The files that an experiment writes: everything needed to check its numbers and to repeat them."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def plain(value: Any) -> Any:
 def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
     """A scratch folder beside `out/name`, and the function that moves its files there, `result.json` last.
 
-    Made before any work, so that a path that cannot be written costs no time; an interrupted run leaves earlier results
-    as they were.
+    The folder is made before any work, so that a path that cannot be written is an error at once. An interrupted run
+    does not change earlier results.
     """
     try:
         target = out / name
@@ -94,7 +94,7 @@ def staging(out: Path, name: str) -> Iterator[tuple[Path, Callable[[], Path]]]:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         with contextlib.suppress(OSError):
-            target.rmdir()  # only an empty one goes: a run that failed leaves nothing behind
+            target.rmdir()  # removes an empty folder only, after a run that failed
 
 
 def machine() -> dict[str, Any]:

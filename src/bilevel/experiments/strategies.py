@@ -2,10 +2,10 @@
 
 Table 3 of the paper compares numbers that other authors report, each with a network, a training and a protocol of its
 own. Here every learner of `bilevel list learners` is trained once for each data set, on as many images as the others
-(`images`, counted as they are drawn), with episodes of one to five shots, and judged on the same meta-test episodes of
-every problem. Every training has a folder of its own, so the same command resumes a run that was stopped, and
-several commands with other `problems` or `learners` can fill one folder. With `train=false` nothing is trained: table,
-picture and notes are written from the finished trainings.
+(`images`, counted as they are drawn), with episodes of one to five shots, and evaluated on the same meta-test episodes.
+Every training has a folder of its own, so the same command resumes a run that was stopped, and several commands with
+other `problems` or `learners` can fill one folder. With `train=false` nothing is trained: table, picture and notes are
+written from the finished trainings.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from bilevel.experiments.base import (
     ExperimentSettings,
     TextTable,
     described,
-    kept,
     percent,
     require,
+    runs_folder,
     single_precision,
 )
 from bilevel.files import read_json, write_json
-from bilevel.learners.evaluation import judge
+from bilevel.learners.evaluation import evaluate
 from bilevel.learners.presets import for_learner, preset
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes, open_data
@@ -111,7 +111,7 @@ Scores = dict[str, list[StrategyScore]]
 
 
 def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
-    """Train and judge every learner on every problem."""
+    """Train and evaluate every learner on every problem."""
     s, chosen = settings, _check(settings)
     found: Scores = {problem: [] for problem in s.problems}
     with single_precision(), one_thread():
@@ -122,10 +122,10 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
         jobs = [(problem, name, opened[data]) for data in names for name in chosen for problem in of_data[data]]
         planned = {(problem, name): _planned(s, problem, name, data) for problem, name, data in jobs}
         for problem, name, data in jobs:
-            found[problem].append(_score(s, problem, name, planned[problem, name], data, kept(out), progress))
+            found[problem].append(_score(s, problem, name, planned[problem, name], data, runs_folder(out), progress))
     scored = {problem: [row for row in rows if not row.failure] for problem, rows in found.items()}
     scored = {problem: rows for problem, rows in scored.items() if rows}
-    require(bool(scored), f"No training is finished in {kept(out)}; leave train=false out to begin.")
+    require(bool(scored), f"No training is finished in {runs_folder(out)}; leave train=false out to begin.")
     drawn = dict.fromkeys(_validated(list(scored), PROBLEMS[problem].dataset) for problem in scored)
     draw(out / "strategies.png", {problem: [asdict(row) for row in scored[problem]] for problem in drawn})
     return ExperimentResult(
@@ -140,7 +140,7 @@ def run(settings: StrategiesSettings, out: Path, progress: bool | None = None) -
     )
 
 
-# ------------------------------------------------------------------------------------------------- training and judging
+# ------------------------------------------------------------------------------------------------- trainings
 
 
 def training_of(s: StrategiesSettings, name: str, data: ImageDataset, ways: int = 0) -> TrainingSettings:
@@ -197,9 +197,9 @@ def _score(
     path, per_iteration = runs / _folder(training), training.images_in_iteration
     of = {"episodes": s.test_episodes, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
     file = path / f"meta_test-{problem}.json"
-    # The log and this file are enough: the weights of a training that was judged need not be kept.
+    # The log and this file are enough: the weights of a training that was evaluated need not be kept.
     if file.exists() and _completed((known := read_json(file))["of"]) == of:
-        judged = known["found"]
+        evaluated = known["found"]
     elif not s.train:
         return replace(nothing, failure=UNFINISHED)
     else:
@@ -207,10 +207,13 @@ def _score(
             trained = train(path, training, data, command_of("strategies", s), progress)
         except DivergenceError as error:
             return replace(nothing, failure=f"diverged: {error}")
-        judged = {"images": trained.iterations * per_iteration, **_judged(s, trained.learner, problem, training, data)}
-        write_json(file, {"of": of, "found": judged})
+        evaluated = {
+            "images": trained.iterations * per_iteration,
+            **_evaluated(s, trained.learner, problem, training, data),
+        }
+        write_json(file, {"of": of, "found": evaluated})
     curve = tuple(_curve(path, per_iteration))
-    return replace(nothing, curve=curve, seconds=curve[-1][1], **judged)
+    return replace(nothing, curve=curve, seconds=curve[-1][1], **evaluated)
 
 
 def _completed(of: dict[str, Any]) -> dict[str, Any]:
@@ -231,12 +234,12 @@ def _curve(path: Path, per_iteration: int) -> Iterator[tuple[int, float, float, 
             yield iteration * per_iteration, float(np.interp(iteration, at, seconds)), line["score"], line["interval"]
 
 
-def _judged(
+def _evaluated(
     s: StrategiesSettings, learner: Any, problem: str, training: TrainingSettings, data: ImageDataset
 ) -> dict[str, Any]:
     """Accuracy on meta-test, with the costs."""
     test = episodes(replace(PROBLEMS[problem], seed=s.seed), data, "test")
-    score = judge(learner, test, s.test_episodes, learner.steps)
+    score = evaluate(learner, test, s.test_episodes, learner.steps)
     one = test.batch(range(1))
     adapt = partial(_adapt, learner, one.train[0][0], one.train[1][0], one.val[0][0])
     memory = None
@@ -338,7 +341,7 @@ def _choices(s: StrategiesSettings) -> dict[str, str]:
     return {
         "budget": f"{s.images:,} training images for each learner, counted as they are drawn: an image that passes "
         "through the network in every inner step counts once",
-        "training": "one for each data set and learner, judged on all problems of the data set: 20-way episodes on "
+        "training": "one for each data set and learner, evaluated on all problems of the data set: 20-way episodes on "
         "Omniglot, 5-way on MiniImagenet, 1 to 5 shots drawn anew for every hyperiteration, 5 queries a class. A "
         "learner that is built for a number of classes is trained for each",
         "outer optimiser": "Adam, step 1e-3, and the same meta-batch for all; scores are those of λ's moving average, "

@@ -27,9 +27,9 @@ from bilevel.experiments.base import (
     ExperimentSettings,
     TextTable,
     described,
-    kept,
     percent,
     require,
+    runs_folder,
     single_precision,
 )
 from bilevel.learners.settings import TrainingSettings
@@ -78,7 +78,7 @@ def run(settings: ValidateTSettings, out: Path, progress: bool | None = None) ->
         for index, (name, data) in enumerate(opened.items()):
             found[name] = {}
             for steps in settings.steps:
-                training, folder = training_of(settings, index, steps), kept(out) / f"{name}-T{steps}"
+                training, folder = training_of(settings, index, steps), runs_folder(out) / f"{name}-T{steps}"
                 found[name][steps] = train(folder, training, data, command, progress)
     numbers = {name: {str(steps): _numbers(one) for steps, one in rows.items()} for name, rows in found.items()}
     _draw(out / "validate-t.png", numbers)

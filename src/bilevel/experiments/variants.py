@@ -19,13 +19,13 @@ from bilevel.data import ImageDataset
 from bilevel.experiments._table_4_trainings import ClassicTraining, PaperMulticlass
 from bilevel.experiments._trainings import (
     PROBLEMS,
+    EvaluatedTraining,
     FinishedTraining,
-    JudgedTraining,
     check_datasets,
     command_of,
     differ,
     draw_curve,
-    judge_with_steps,
+    evaluate_with_steps,
     open_all,
     over_seeds,
     problem_title,
@@ -37,10 +37,10 @@ from bilevel.experiments.base import (
     ExperimentSettings,
     TextTable,
     described,
-    kept,
     percent,
     points,
     require,
+    runs_folder,
     single_precision,
 )
 from bilevel.learners.settings import TrainingSettings
@@ -107,7 +107,7 @@ WIDE = {"c4l": ("c4l-64", 0.3)}
 
 
 # The trainings of a variant, one for each seed.
-Trainings = list[tuple[FinishedTraining, JudgedTraining]]
+Trainings = list[tuple[FinishedTraining, EvaluatedTraining]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ QUICK: dict[str, Any] = {
 
 
 def run(settings: VariantsSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
-    """Train and judge every variant on every data set."""
+    """Train and evaluate every variant on every data set."""
     s, seeds = settings, range(settings.seed, settings.seed + settings.seeds)
     _check(s)
     found: dict[str, dict[str, Trainings]] = {}
@@ -153,7 +153,7 @@ def run(settings: VariantsSettings, out: Path, progress: bool | None = None) -> 
                 found[name][variant] = []
                 for seed in seeds:
                     folder, training = _folder(name, variant, seed), training_of(s, name, variant, iterations, seed)
-                    one = learn_and_judge(s, variant, training, data, kept(out) / folder, progress)
+                    one = train_and_evaluate(s, variant, training, data, runs_folder(out) / folder, progress)
                     found[name][variant].append(one)
     numbers = {name: {variant: _numbers(each) for variant, each in rows.items()} for name, rows in found.items()}
     _draw(out / "variants.png", numbers)
@@ -180,14 +180,14 @@ def training_of(s: VariantsSettings, dataset: str, variant: str, iterations: int
     return with_schedule(base, iterations, s.looks, s.look_episodes)
 
 
-def learn_and_judge(
+def train_and_evaluate(
     s: VariantsSettings, variant: str, training: TrainingSettings, data: ImageDataset, path: Path, progress: bool | None
-) -> tuple[FinishedTraining, JudgedTraining]:
+) -> tuple[FinishedTraining, EvaluatedTraining]:
     """One variant from one seed, trained to its end."""
     kind = KINDS.get(variant, FewShotTraining)
     trained = train(path, training, data, command_of("variants", s), progress, kind)
     sizes = [factor * trained.settings.inner_lr for factor in s.step_factors]
-    return trained, judge_with_steps(trained, data, sizes, s.validation_episodes, s.test_episodes)
+    return trained, evaluate_with_steps(trained, data, sizes, s.validation_episodes, s.test_episodes)
 
 
 def _folder(dataset: str, variant: str, seed: int) -> str:
@@ -198,12 +198,12 @@ def _minutes(each: Trainings) -> list[float]:
     return [trained.minutes for trained, _ in each]
 
 
-def _together(each: Trainings) -> JudgedTraining:
-    return over_seeds([judged for _, judged in each])
+def _together(each: Trainings) -> EvaluatedTraining:
+    return over_seeds([evaluated for _, evaluated in each])
 
 
 def _numbers(each: Trainings) -> dict[str, Any]:
-    seeds = [asdict(judged) for _, judged in each]
+    seeds = [asdict(evaluated) for _, evaluated in each]
     first = each[0][0]
     return {**asdict(_together(each)), "seeds": seeds, "hyperiterations": first.iterations, "curve": first.curve}
 
@@ -212,9 +212,9 @@ def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> Tex
     base = PROBLEMS[dataset]
     shown = []
     for variant, each in rows.items():
-        trained, judged = each[0][0], _together(each)
+        trained, evaluated = each[0][0], _together(each)
         if dataset == "miniimagenet" and variant in PRINTED:
-            paper, gap = f"{PRINTED[variant]:.2f}", f"{100 * judged.accuracy - PRINTED[variant]:+.2f}"
+            paper, gap = f"{PRINTED[variant]:.2f}", f"{100 * evaluated.accuracy - PRINTED[variant]:+.2f}"
             why = (
                 f"{trained.iterations:,} hyperiterations on {base.image_size}×{base.image_size} pixels; the paper does "
                 "not state its own, on 84×84"
@@ -222,7 +222,7 @@ def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> Tex
         else:
             paper = gap = "–"
             why = "not in the paper" if dataset == "miniimagenet" else "the paper has MiniImagenet only"
-        scores = percent(judged.accuracy, judged.interval), ", ".join(percent(one.accuracy) for _, one in each)
+        scores = percent(evaluated.accuracy, evaluated.interval), ", ".join(percent(one.accuracy) for _, one in each)
         length = f"{trained.iterations:,}", f"{sum(_minutes(each)) / len(each):.1f}"
         sizes = ", ".join(f"{one.inner_lr:g}" for _, one in each)
         shown.append((variant, paper, *scores, gap, *length, sizes, why))
@@ -267,7 +267,7 @@ def verdict(gap: float, width: float) -> str:
 def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple[str, ...]:
     return (
         *(_conclusions(name, {one: _together(each) for one, each in rows.items()}) for name, rows in found.items()),
-        f"Every variant sees the same number of images in a hyperiteration and is judged on the same episodes, after "
+        f"Every variant has the same number of images in a hyperiteration and is evaluated on the same episodes, after "
         f"T = {s.steps} steps from zero, with the step size that was best on meta-validation. Support and query sets "
         f"are disjoint. Batch norm: episode, {MEANING['episode']}.",
         "Intervals are over episodes and over the seeds, whose means count as a sample of their own."
@@ -276,7 +276,7 @@ def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple
     )
 
 
-def _conclusions(dataset: str, rows: dict[str, JudgedTraining]) -> str:
+def _conclusions(dataset: str, rows: dict[str, EvaluatedTraining]) -> str:
     """The paper's two conclusions, compared with our numbers."""
     ranked = sorted(rows, key=lambda variant: -rows[variant].accuracy)
     text = f"On {dataset} our order is {' > '.join(ranked)}."
@@ -302,7 +302,7 @@ def _choices(s: VariantsSettings) -> dict[str, str]:
         "minutes",
         "multiclass-today": "the network of the other variants, as many images as they see, augmented (not on "
         "Omniglot), SGD with Nesterov's momentum, a rate that falls with a cosine, a cosine classifier, features "
-        "centred and of one length; judged like the others, on features instead of logits",
+        "centred and of one length; evaluated like the others, on features instead of logits",
         "-train variants": "16 examples a class, no queries",
         "length": "hyperiterations as in the table; the paper does not say how long its variants were trained",
     }

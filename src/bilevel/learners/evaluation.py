@@ -39,7 +39,7 @@ class EpisodeScore:
         return 1 + max(range(len(self.means)), key=lambda i: (self.means[i], -i))
 
 
-def judge(
+def evaluate(
     learner: Learner,
     episodes: Episodes,
     count: int,
@@ -99,6 +99,8 @@ def choose_and_test(
 ) -> FinalScore:
     """Choose T among `tried` on `count` episodes of meta-validation, and evaluate it once on as many of meta-test."""
     tried = tried if learner.has_steps else range(1, 2)
-    validation = judge(learner, val, count, tried[-1], report=report)
+    validation = evaluate(learner, val, count, tried[-1], report=report)
     steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
-    return FinalScore(validation, steps, judge(learner, test, count, steps, report=lambda done: report(count + done)))
+    return FinalScore(
+        validation, steps, evaluate(learner, test, count, steps, report=lambda done: report(count + done))
+    )

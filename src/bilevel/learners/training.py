@@ -20,7 +20,7 @@ from bilevel.distributed import World
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.learners import library
 from bilevel.learners.base import Learner
-from bilevel.learners.evaluation import GROUP, judge
+from bilevel.learners.evaluation import GROUP, evaluate
 from bilevel.learners.representation import CENTRE
 from bilevel.learners.saved_learner import check_numbers
 from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
@@ -206,7 +206,7 @@ class FewShotTraining:
     def validate(self, iteration: int, stop: StopRequest | bool = False) -> dict[str, float]:
         with self._diverging(), self.learner.at(self.weights()):
             count = self.settings.validation_episodes
-            score = judge(self.learner, self.val, count, None, self.world, stop=stop)
+            score = evaluate(self.learner, self.val, count, None, self.world, stop=stop)
         return {"score": score.means[-1], "interval": score.intervals[-1]}
 
     def state(self) -> dict[str, Tensor]:
