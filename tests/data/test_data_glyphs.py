@@ -20,7 +20,7 @@ def some(characters):
     """Every 25th character, drawn."""
     drawers = _pens.drawers(0, 20)
     chosen = characters[::25]
-    return chosen, np.stack([_pens.draw(c.shapes, drawers, _pens.Dice(0, 1 + c.code)) for c in chosen])
+    return chosen, np.stack([_pens.draw(c.shapes, drawers, _pens.RandomNumbers(0, 1 + c.code)) for c in chosen])
 
 
 def test_enough_scripts_and_classes(characters):
@@ -94,15 +94,15 @@ def test_drawers_differ_and_yet_draw_the_same_character(some):
 
 def test_drawings_are_a_function_of_the_seed_and_the_character(characters, some):
     chosen, images = some
-    again = _pens.draw(chosen[3].shapes, _pens.drawers(0, 20), _pens.Dice(0, 1 + chosen[3].code))
-    other = _pens.draw(chosen[3].shapes, _pens.drawers(1, 20), _pens.Dice(1, 1 + chosen[3].code))
+    again = _pens.draw(chosen[3].shapes, _pens.drawers(0, 20), _pens.RandomNumbers(0, 1 + chosen[3].code))
+    other = _pens.draw(chosen[3].shapes, _pens.drawers(1, 20), _pens.RandomNumbers(1, 1 + chosen[3].code))
     assert np.array_equal(again, images[3]) and not np.array_equal(other, images[3])
     # Random numbers do not depend on versions of numpy: these were written down once.
-    assert [round(float(x), 12) for x in _pens.Dice(0, 7).uniform(0, 1, 3)] == RANDOM
+    assert [round(float(x), 12) for x in _pens.RandomNumbers(0, 7).uniform(0, 1, 3)] == RANDOM
     # Rounding may differ by a level in a pixel from machine to machine; the drawings may not.
     for code, ink in INK.items():
         (character,) = [character for character in characters if character.code == code]
-        drawn = _pens.draw(character.shapes, _pens.drawers(0, 20), _pens.Dice(0, 1 + code))
+        drawn = _pens.draw(character.shapes, _pens.drawers(0, 20), _pens.RandomNumbers(0, 1 + code))
         assert drawn[:4].sum(axis=(1, 2)).tolist() == pytest.approx(ink, rel=0.01)
 
 

@@ -1,6 +1,6 @@
-"""Simulated drawers: how the path of a character becomes a drawing.
+"""Simulated people who draw: how the path of a character becomes a drawing.
 
-A drawer has a slant, proportions, a pen and a steadiness, which show in all their drawings; each drawing adds random
+A drawer has a slant, proportions, a pen and a steadiness in all their drawings, and every drawing has random
 differences. All randomness is the raw stream of a Philox generator, which is the same on every machine.
 """
 
@@ -18,7 +18,7 @@ WAVES = 5
 ROUNDS = (2, 5, 9, 14)
 
 
-class Dice:
+class RandomNumbers:
     """Random numbers from the raw stream of Philox, keyed by two numbers."""
 
     def __init__(self, seed: int, stream: int) -> None:
@@ -38,24 +38,24 @@ Drawer = dict[str, float]
 
 def drawers(seed: int, count: int) -> list[Drawer]:
     """The habits of `count` drawers."""
-    dice = Dice(seed, 0)
+    random = RandomNumbers(seed, 0)
     habits = {
-        "turn": dice.nearly_normal(0.05, count),
-        "slant": dice.nearly_normal(0.14, count) + 0.06,
-        "stretch": dice.nearly_normal(0.10, count),
-        "size": dice.uniform(17.5, 22.0, count),
-        "bend": dice.uniform(0.020, 0.045, count),
-        "tremor": dice.uniform(0.003, 0.011, count),
-        "looseness": dice.uniform(0.004, 0.022, count),
-        "pen": dice.uniform(0.55, 1.10, count),
-        "pressure": dice.uniform(0.05, 0.30, count),
-        "rounding": dice.uniform(0, len(ROUNDS), count),
-        "face": dice.uniform(0, 1000, count),
+        "turn": random.nearly_normal(0.05, count),
+        "slant": random.nearly_normal(0.14, count) + 0.06,
+        "stretch": random.nearly_normal(0.10, count),
+        "size": random.uniform(17.5, 22.0, count),
+        "bend": random.uniform(0.020, 0.045, count),
+        "tremor": random.uniform(0.003, 0.011, count),
+        "looseness": random.uniform(0.004, 0.022, count),
+        "pen": random.uniform(0.55, 1.10, count),
+        "pressure": random.uniform(0.05, 0.30, count),
+        "rounding": random.uniform(0, len(ROUNDS), count),
+        "face": random.uniform(0, 1000, count),
     }
     return [{name: float(values[d]) for name, values in habits.items()} for d in range(count)]
 
 
-def draw(shapes: list[PenPath], hands: list[Drawer], dice: Dice) -> NDArray[np.uint8]:
+def draw(shapes: list[PenPath], hands: list[Drawer], random: RandomNumbers) -> NDArray[np.uint8]:
     """One drawing by each drawer, 28×28, ink = 255."""
     images = np.empty((len(hands), SIDE, SIDE), np.uint8)
     smoothed: dict[tuple[int, int], NDArray[np.float64]] = {}
@@ -68,8 +68,8 @@ def draw(shapes: list[PenPath], hands: list[Drawer], dice: Dice) -> NDArray[np.u
         at = (choice, int(drawer["rounding"]))
         if at not in smoothed:
             smoothed[at] = _skeletons.smooth(shapes[choice].points, shapes[choice].pairs, ROUNDS[at[1]])
-        points = _hand(smoothed[at], strokes[choice], drawer, dice)
-        image[:] = _ink(points, np.where(dots[choice], 1.35, 1.0) * drawer["pen"], drawer["pressure"], dice)
+        points = _hand(smoothed[at], strokes[choice], drawer, random)
+        image[:] = _ink(points, np.where(dots[choice], 1.35, 1.0) * drawer["pen"], drawer["pressure"], random)
     return images
 
 
@@ -89,50 +89,54 @@ def _strokes(shape: PenPath) -> NDArray[np.int64]:
         label = lower
 
 
-def _hand(points: NDArray[np.float64], strokes: NDArray[np.int64], drawer: Drawer, dice: Dice) -> NDArray[np.float64]:
+def _hand(
+    points: NDArray[np.float64], strokes: NDArray[np.int64], drawer: Drawer, random: RandomNumbers
+) -> NDArray[np.float64]:
     """The path of a drawer's pen, in pixels."""
-    # Strokes set down a little beside where they belong, and a little too long or too short.
+    # Strokes are displaced a little, and are a little too long or too short.
     count = int(strokes.max()) + 1
     sizes = np.bincount(strokes, minlength=count)
     middle = np.stack([np.bincount(strokes, points[:, axis], count) for axis in (0, 1)], 1) / sizes[:, None]
     loose = drawer["looseness"]
-    offset, length = dice.nearly_normal(loose, count, 2), 1 + dice.nearly_normal(2 * loose, count, 1)
+    offset, length = random.nearly_normal(loose, count, 2), 1 + random.nearly_normal(2 * loose, count, 1)
     whole = (sizes > 6)[:, None]
     offset, length = np.where(whole, offset, 0.3 * offset), np.where(whole, length, 1.0)
     points = middle[strokes] + (points - middle[strokes]) * length[strokes] + offset[strokes]
-    points = points + _waves(points, drawer["bend"], 0.25, 0.75, dice)
-    points = points + _waves(points, drawer["tremor"], 1.5, 3.0, dice)
-    turn = drawer["turn"] + float(dice.nearly_normal(0.06, 1)[0])
-    slant = drawer["slant"] + float(dice.nearly_normal(0.05, 1)[0])
-    wide = float(np.exp(drawer["stretch"] + dice.nearly_normal(0.06, 1)[0]))
-    size = drawer["size"] * (1 + float(dice.nearly_normal(0.05, 1)[0]))
+    points = points + _waves(points, drawer["bend"], 0.25, 0.75, random)
+    points = points + _waves(points, drawer["tremor"], 1.5, 3.0, random)
+    turn = drawer["turn"] + float(random.nearly_normal(0.06, 1)[0])
+    slant = drawer["slant"] + float(random.nearly_normal(0.05, 1)[0])
+    wide = float(np.exp(drawer["stretch"] + random.nearly_normal(0.06, 1)[0]))
+    size = drawer["size"] * (1 + float(random.nearly_normal(0.05, 1)[0]))
     x, y = points[:, 0] * wide - slant * points[:, 1], points[:, 1] / wide
     x, y = np.cos(turn) * x - np.sin(turn) * y, np.sin(turn) * x + np.cos(turn) * y
     drawn = np.stack([x, y], axis=1)
     low, high = drawn.min(0), drawn.max(0)
-    # The drawing stays on the paper, and a slanted one does not shrink more than it must.
+    # The drawing is scaled to fit on the paper, and no more than needed.
     scale = min(size, (SIDE - 4) / float((high - low).max()))
     room = np.maximum((SIDE - 3) - scale * (high - low), 0) / 2
-    shift = np.clip(dice.nearly_normal(1.0, 2), -room, room)
+    shift = np.clip(random.nearly_normal(1.0, 2), -room, room)
     return (drawn - (low + high) / 2) * scale + SIDE / 2 + shift
 
 
 def _waves(
-    points: NDArray[np.float64], amplitude: float, slowest: float, fastest: float, dice: Dice
+    points: NDArray[np.float64], amplitude: float, slowest: float, fastest: float, random: RandomNumbers
 ) -> NDArray[np.float64]:
     """A smooth random displacement: a few plane waves of random direction, length and phase."""
-    angle = dice.uniform(0, 2 * np.pi, WAVES)
-    speed = dice.uniform(2 * np.pi * slowest, 2 * np.pi * fastest, WAVES)
-    phase = dice.uniform(0, 2 * np.pi, WAVES)
-    reach = dice.nearly_normal(amplitude * (2 / WAVES) ** 0.5, WAVES, 2)
+    angle = random.uniform(0, 2 * np.pi, WAVES)
+    speed = random.uniform(2 * np.pi * slowest, 2 * np.pi * fastest, WAVES)
+    phase = random.uniform(0, 2 * np.pi, WAVES)
+    reach = random.nearly_normal(amplitude * (2 / WAVES) ** 0.5, WAVES, 2)
     along = points[:, :1] * (speed * np.cos(angle)) + points[:, 1:] * (speed * np.sin(angle)) + phase
     return (np.sin(along)[:, :, None] * reach).sum(1)
 
 
-def _ink(points: NDArray[np.float64], pen: NDArray[np.float64], pressure: float, dice: Dice) -> NDArray[np.uint8]:
-    """The pen's trace: a pixel is as dark as the nearest point of the path is close."""
-    phase = float(dice.uniform(0, 2 * np.pi, 1)[0])
-    wave = dice.uniform(-0.25, 0.25, 2)
+def _ink(
+    points: NDArray[np.float64], pen: NDArray[np.float64], pressure: float, random: RandomNumbers
+) -> NDArray[np.uint8]:
+    """The ink of the pen: a pixel is darker the nearer it is to the path."""
+    phase = float(random.uniform(0, 2 * np.pi, 1)[0])
+    wave = random.uniform(-0.25, 0.25, 2)
     radius = pen * (1 + pressure * np.sin(points[:, 0] * wave[0] + points[:, 1] * wave[1] + phase))
     centres = np.arange(SIDE) + 0.5
     dx2 = ((centres[:, None] - points[:, 0]) ** 2).astype(np.float32)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bilevel.data import _outlines, _skeletons
 
-# In the order of preference. Bold faces are there for scripts that no serif face has: their skeletons differ a little.
+# In the order of preference. Bold faces are for scripts that no serif face has: their skeletons are slightly different.
 FACES = (
     "DejaVuSans",
     "DejaVuSerif",
@@ -62,7 +62,7 @@ class PenPath:
 
 @dataclass
 class Character:
-    """One class: a character of a script and the shapes it has in the typefaces that draw it unmistakably."""
+    """One class: a character of a script, and its shapes in typefaces in which it looks like no other character."""
 
     script: str
     code: int
@@ -117,7 +117,7 @@ def _add_faces(kept: list[Character], first: list[NDArray[np.int64]]) -> None:
 
 
 def _is_letter(code: int) -> bool:
-    """Letters without accents: composed ones differ from their base by a mark that 28 pixels hardly show."""
+    """Whether it is a letter without an accent: an accent is hardly visible in 28 pixels."""
     apart = unicodedata.decomposition(chr(code))
     return unicodedata.category(chr(code)) in ("Lu", "Ll", "Lo") and (not apart or apart.startswith("<font>"))
 
@@ -145,7 +145,7 @@ def _raster(shape: PenPath) -> NDArray[np.int64]:
 
 
 def _alike(ones: list[NDArray[np.int64]], others: list[NDArray[np.int64]]) -> NDArray[np.bool_]:
-    """Which of `ones` look like which of `others`. Whole numbers only, so that it comes out the same everywhere."""
+    """Which of `ones` look like which of `others`, in whole numbers, so that all machines give the same result."""
 
     def within(points: list[NDArray[np.int64]], regions: NDArray[np.bool_]) -> NDArray[np.bool_]:
         flat = np.concatenate(points) @ np.array([64, 1])

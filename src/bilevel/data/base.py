@@ -1,4 +1,4 @@
-"""What a data set is, and how one is found, decoded once and opened."""
+"""Data sets: what they consist of, and how they are found, decoded once and opened."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ImageDataset:
         classes: the name of every class.
         splits: the class indices of "train", "val" and "test", disjoint.
         parts: sets of examples that come with the data, by name (MNIST's official "train" and "test").
-        notes: what was done to the images on the way in, one sentence each.
+        notes: sentences about conversions of the images and files that were left out.
         fingerprint: changes when the images do.
-        preparation: how any picture becomes like these; None where that is not known.
+        preparation: how a picture is converted to an image like these; None if that is not known.
 
     >>> data = ImageDataset("noise", np.zeros((4, 2, 2, 1), np.uint8), np.array([0, 0, 1, 1]), ("a", "b"))
     >>> len(data), data.shape, data.splits["train"]
@@ -87,7 +87,7 @@ class Source(ABC):
         name: what `load` calls it.
         version: increase it when `decode` writes something else; older cache entries are then not used.
         needs_files: False if the data root need not hold anything.
-        pictures: what its pictures are, and how any other picture is made like them.
+        pictures: the kind of its pictures, and so how other pictures are prepared.
     """
 
     name: ClassVar[str] = ""
@@ -109,7 +109,7 @@ class Source(ABC):
         """The class indices of "train", "val" and "test", from what `decode` kept."""
 
     def fetch(self, root: Path, progress: bool | None = None) -> list[Path]:
-        """Download the files; a source without a downloader says where they come from."""
+        """Download the files. A source without a downloader raises an error that says where to get them."""
         self.files(root)
         raise BilevelError(f"{self.name} has no downloader. Its files are already at {places.describe(root)}.")
 
@@ -132,7 +132,7 @@ class Source(ABC):
         entry = cached(self.name, key, sources, lambda work: self.decode(root, work), progress)
         notes = tuple(entry.meta.get("notes", ()))
         if entry.fresh and notes:
-            # Only when they were decoded, so that a user sees the notes once.
+            # A user sees the notes once, when the images are decoded.
             warnings.warn(
                 f"{self.name} {', '.join(map(str, sources))}: {' '.join(notes)}", BilevelWarning, stacklevel=3
             )
@@ -152,8 +152,8 @@ class Source(ABC):
         return {}
 
     def preparation(self, shape: Sequence[int]) -> Preparation | None:
-        """How a picture is brought to an image of this data set, of (height, width, channels); None: not known."""
-        from bilevel.data.preparation import Preparation  # needs Pillow, which arrays do without
+        """How a picture is converted to an image (height, width, channels) of this data set; None: not known."""
+        from bilevel.data.preparation import Preparation  # needs Pillow, which is optional
 
         height, width, channels = shape
         return Preparation(self.pictures, channels, height, width)

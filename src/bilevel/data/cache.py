@@ -70,7 +70,7 @@ class Workspace:
         with _explained(self.folder.parent):
             array = np.lib.format.open_memmap(self.folder / IMAGES, mode="w+", dtype=np.uint8, shape=shape)
             if hasattr(os, "posix_fallocate"):
-                # Without it, writing to a mapped file on a full disk kills the process.
+                # Without this, writing to a mapped file on a full disk would kill the process.
                 with open(self.folder / IMAGES, "r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, array.offset + array.nbytes)
             return array
@@ -122,7 +122,7 @@ def fingerprint(source: Path) -> list[Any]:
 
 
 def content(made: DecodedImages) -> str:
-    """A digest of images, labels and names of classes: the same wherever the same data were decoded."""
+    """A digest of images, labels and names of classes, which is the same on all machines."""
     digest = hashlib.sha256(json.dumps([made.images.shape, made.meta.get("classes")]).encode())
     digest.update(made.labels.astype("<i8").tobytes())
     for start in range(0, len(made.images), 1024):  # all at once may not fit into memory
@@ -174,7 +174,7 @@ def _make(folder: Path, decode: Callable[[Workspace], DecodedImages], progress: 
             try:
                 os.replace(temporary, folder)
             except OSError:
-                # Another process finished first. Its entry has the same key, hence the same images.
+                # Another process finished first. Its entry has the same key and therefore the same images.
                 if not folder.is_dir():
                     raise
     finally:
@@ -190,7 +190,7 @@ def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 @contextlib.contextmanager
 def _explained(root: Path) -> Iterator[None]:
-    """An error of the disk as a message that says what can be done."""
+    """Turn an error of the disk inside the block into a message that says what to do."""
     try:
         yield
     except OSError as error:

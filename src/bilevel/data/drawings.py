@@ -15,9 +15,9 @@ Gray = NDArray[np.float64]
 FAINT = 0.06
 # Longest side, in pixels, at which a page is cleaned, and at which its paper is estimated.
 PAGE, PAPER = 640, 96
-# Half the longest side, in pixels, at which ink is told from paper: the window around a pixel is half of the page.
+# Half the longest side, in pixels, at which ink and paper are compared: the window around a pixel is half of the page.
 SURROUNDINGS = 16
-# A drawing has less colour, ink and pixels in between, as mean range of the channels and shares of pixels.
+# The most that a drawing has: mean range of the colour channels, share of ink, share of pixels between ink and paper.
 COLOURED, INKED, SHADES = 0.15, 0.4, 0.3
 # Side of the window that ink must be narrower than and shadows wider than, as a share of the page.
 WINDOW = 0.3
@@ -34,7 +34,7 @@ THINNEST, PEN, THICKEST, WIDEST = 0.034, 0.051, 0.075, 0.2
 
 @dataclass(frozen=True)
 class Drawing:
-    """Ink of a page, 0…1, and what was done to find it."""
+    """The ink of a page, from 0 to 1, and which corrections were made."""
 
     ink: Gray
     inverted: bool = False
@@ -49,16 +49,16 @@ def cleaned(page: NDArray[np.uint8], invert: bool | None, clean: bool) -> Drawin
 
     Args:
         page: H×W.
-        invert: whether the ink is darker than the paper; None finds it out.
-        clean: whether to even out the paper; otherwise paper and ink are each taken as one shade.
+        invert: whether the ink is darker than the paper; None: decide by the pixels.
+        clean: whether to even out the paper; if not, the paper is assumed to have one shade.
     """
     values = _reduced(page).astype(np.float64) / 255
     dark = ink_is_dark(values) if invert is None else invert
     values = 1 - values if dark else values
     paper = _paper(values)
-    # Shadows reach the border of a page; a filled shape, which an opening takes for paper too, does not.
+    # Shadows reach the border of a page. A filled shape does not, although an opening treats it as paper too.
     uneven = bool(np.ptp(_border(paper)) > FAINT)
-    # A shadow divides the light of paper and ink alike. On a dark background there is light only where there is ink.
+    # A shadow reduces the light of paper and ink by the same factor. On a dark background only ink has light.
     if clean and uneven:
         ink = (values - paper) / np.maximum(1 - paper, FAINT) if dark else values - paper
     else:
@@ -71,7 +71,7 @@ def cleaned(page: NDArray[np.uint8], invert: bool | None, clean: bool) -> Drawin
 
 
 def ink_is_dark(values: Gray) -> bool:
-    """Whether pixels that stand out from the median around them are darker: there is less ink than paper."""
+    """Whether most pixels that differ from the median around them are darker. There is less ink than paper."""
     small = _small(values, 2 * SURROUNDINGS)
     padded = np.pad(small, SURROUNDINGS // 2, mode="reflect" if min(small.shape) > SURROUNDINGS // 2 else "edge")
     windows = np.lib.stride_tricks.sliding_window_view(padded, (SURROUNDINGS + 1, SURROUNDINGS + 1))
@@ -92,7 +92,7 @@ def is_drawing(picture: Image.Image) -> bool:
 
 
 def framed(drawing: Drawing) -> Drawing:
-    """The ink in a square frame, moved to the middle and brought to the usual size unless it is within the bounds."""
+    """The ink in a square frame, moved to the middle and scaled to the usual size unless it is within the bounds."""
     ink = drawing.ink
     if drawing.blank:
         return replace(drawing, ink=np.zeros((FRAME, FRAME)))
@@ -171,7 +171,7 @@ def _largest(values: Gray, size: int) -> Gray:
 
 
 def _threshold(ink: Gray) -> float:
-    """The value that parts ink from paper with the largest variance between the two (Otsu, 1979)."""
+    """The threshold between ink and paper for which the variance between the two is largest (Otsu, 1979)."""
     counts, edges = np.histogram(ink, 256, (0, 1))
     middles = (edges[:-1] + edges[1:]) / 2
     below = np.cumsum(counts)
@@ -179,7 +179,7 @@ def _threshold(ink: Gray) -> float:
     sums = np.cumsum(counts * middles)
     with np.errstate(divide="ignore", invalid="ignore"):
         between = below * above * (sums / below - (sums[-1] - sums) / above) ** 2
-    # The middle of all equally good ones, so that a black and white picture is parted in the middle.
+    # The middle of all equally good thresholds: for a picture in black and white this is 1/2.
     between = np.nan_to_num(between)
     best = np.flatnonzero(between >= between.max() * (1 - 1e-12))
     return float(edges[1 + best].mean()) if between.max() > 0 else 0.5

@@ -1,7 +1,7 @@
 """The files of a data set, in a folder or in a zip file of that folder.
 
-Zip files come from strangers. Their directory is checked before anything is read, and members are read into memory,
-never extracted.
+Zip files may come from unknown people. Their directory is checked before anything is read, and members are read into
+memory, never extracted.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _checked(path: Path, archive: zipfile.ZipFile, limits: ArchiveLimits) -> lis
 
 
 def _announced(path: Path) -> int | None:
-    """The number of members in the record at the archive's end, which zipfile does not compare; None where the record
-    cannot hold it."""
+    """The number of members in the record at the end of the archive, which zipfile does not check; None if it is too
+    large for the record."""
     with open(path, "rb") as file:
         file.seek(-min(LONGEST_END, path.stat().st_size), 2)
         end = file.read()

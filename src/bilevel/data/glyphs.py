@@ -1,4 +1,4 @@
-"""Glyphs: characters of the world's scripts, drawn by twenty simulated hands; needs no download."""
+"""Glyphs: characters of the world's scripts, drawn by twenty simulated people; needs no download."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Glyphs(Source):
 
     Args:
         split: "script" puts whole scripts into train, val and test, so that a test episode shows scripts never seen
-            before; "character" deals the characters of every script out.
+            before; "character" divides the characters of every script.
         seed: of the split by character.
         drawing_seed: of the drawings.
     """
@@ -58,9 +58,9 @@ class Glyphs(Source):
         images = np.empty((len(chosen) * self.drawers, _pens.SIDE, _pens.SIDE, 1), np.uint8)
         for number, character in enumerate(chosen):
             rows = slice(number * self.drawers, (number + 1) * self.drawers)
-            # The stream is the character's own, so that its drawings do not depend on which others there are.
-            dice = _pens.Dice(self.drawing_seed, 1 + character.code)
-            images[rows, :, :, 0] = _pens.draw(character.shapes, hands, dice)
+            # Every character has its own random numbers, so that its drawings do not depend on other characters.
+            random = _pens.RandomNumbers(self.drawing_seed, 1 + character.code)
+            images[rows, :, :, 0] = _pens.draw(character.shapes, hands, random)
             work.report(number + 1, len(chosen))
         labels = np.repeat(np.arange(len(chosen)), self.drawers)
         parts = {script: part for script, (part, _) in _scripts.SCRIPTS.items()}

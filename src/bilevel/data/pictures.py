@@ -1,4 +1,4 @@
-"""One picture from bytes to uint8, whatever its mode; an unreadable one is an error that names it."""
+"""Pictures from bytes to uint8 arrays, for every mode of Pillow, and back. An error names an unreadable picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".pbm"),
     *(".avif", ".heic", ".heif"),
 )
-# Only these decoders are run on users' files; the last two only where Pillow has them.
+# Only these decoders are used for files of users; the last two only if Pillow has them.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "AVIF", "HEIF")
 MAX_PIXELS = 64_000_000
-# What Pillow's decoders raise where a file is damaged.
+# The errors that Pillow's decoders raise for a damaged file.
 DAMAGE = (
     *(OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupError, TypeError, ArithmeticError),
     *(AttributeError, struct.error, zlib.error, MemoryError, Warning, Image.DecompressionBombError),
@@ -44,7 +44,7 @@ def open_picture(contents: bytes, name: str) -> Image.Image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             picture = Image.open(io.BytesIO(contents), formats=formats())
             if picture.format == "PNG":
-                picture.verify()  # decoding alone does not compare the checksums; afterwards it is used up
+                picture.verify()  # decoding alone does not compare the checksums; the picture cannot be used afterwards
                 picture = Image.open(io.BytesIO(contents), formats=("PNG",))
         if picture.width * picture.height > MAX_PIXELS:
             raise ValueError(f"{picture.width}×{picture.height} is larger than {MAX_PIXELS:,} pixels")
@@ -81,7 +81,7 @@ def _unidentified(contents: bytes) -> str:
 
 
 def convert(picture: Image.Image, mode: ColourMode) -> tuple[Image.Image, str]:
-    """The picture as 8-bit gray or colour, upright, and what had to be done for it ("" for nothing).
+    """The picture as 8-bit gray or colour, upright, and the kind it was converted from ("" if it was not converted).
 
     Transparent pixels become white; 16-bit values are divided by 257, so that black stays 0 and white becomes 255.
     """

@@ -1,4 +1,4 @@
-"""The one way from a picture to what a model takes, in training and in use; a model's card records it."""
+"""How a picture becomes an input of a model, the same in training and in use; a model's card records it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 LARGEST_SIDE = 4096
 
 
-# Pixels below which ink and paper cannot be told apart well enough to clean a drawing.
+# A drawing with fewer pixels per side is not cleaned, because ink and paper cannot be distinguished well enough.
 SMALLEST_CLEANED = 16
 
 
 @dataclass(frozen=True)
 class PreparedPicture:
-    """A picture as a model takes it, uint8 H×W×C, and what was done to it."""
+    """A picture as an input of a model, uint8 H×W×C, and which conversions were made."""
 
     image: NDArray[np.uint8]
     converted: str = ""
@@ -38,7 +38,7 @@ class PreparedPicture:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How pictures of any size and kind are brought to one size and kind.
+    """How pictures of any size and kind are converted to one size and kind.
 
     - `photograph`: the largest centred part with the right proportions, scaled.
     - `drawing`: light ink on black, each pixel one or the other, at the nearest pixels, as Omniglot's drawings are.
@@ -92,7 +92,7 @@ class Preparation:
         return self.kind != "photograph"
 
     def __call__(self, picture: Image.Image) -> PreparedPicture:
-        """The picture as the model takes it; ValueError or OSError where it cannot be converted."""
+        """The picture as an input of the model. A picture that cannot be converted raises a ValueError or OSError."""
         made, converted = convert(picture, "L" if self.draws else self.mode)
         if not self.draws:
             image = to_shape(made, self.height, self.width)
@@ -114,7 +114,7 @@ class Preparation:
         return PreparedPicture(image, converted, **done)
 
     def plain(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The settings as JSON types."""
         return asdict(self)
 
     @classmethod

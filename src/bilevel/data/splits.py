@@ -10,7 +10,7 @@ from bilevel.errors import BilevelError
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """0…count−1 in an order that depends on the seed alone: the raw stream of Philox is the same everywhere.
+    """0…count−1 in a random order that depends on the seed only: the raw stream of Philox is the same on all machines.
 
     >>> shuffled(5, seed=0) == shuffled(5, seed=0), sorted(shuffled(5, seed=1))
     (True, [0, 1, 2, 3, 4])
@@ -22,7 +22,7 @@ def shuffled(count: int, seed: int) -> list[int]:
 
 
 def split_classes(count: int, seed: int, fractions: Sequence[float] = (0.64, 0.16, 0.2)) -> dict[str, list[int]]:
-    """Classes dealt into "train", "val" and "test" by a seeded shuffle; no fraction above zero is left empty.
+    """Classes divided into "train", "val" and "test" by a seeded shuffle. A split with a share above 0 is not empty.
 
     >>> {name: len(chosen) for name, chosen in split_classes(100, seed=0).items()}
     {'train': 64, 'val': 16, 'test': 20}

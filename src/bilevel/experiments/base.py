@@ -148,7 +148,7 @@ def reproduce(
 
 
 def runs_folder(out: Path) -> Path:
-    """The folder of an experiment's trainings, beside the files of its result. A killed training can be resumed there."""
+    """The folder of an experiment's trainings, beside the files of its result. It can be resumed."""
     return out.parent / "runs"
 
 
