@@ -25,7 +25,7 @@ from bilevel.errors import BilevelError, DivergenceError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Numbers the worlds of this process. All processes of a run create equally many.
+# Numbers the worlds of this process. All processes of a run create the same number of them.
 _worlds = count()
 # The classes of errors that processes send to each other, as indices into this list.
 KINDS: tuple[type[BilevelError], ...] = (BilevelError, DivergenceError)

@@ -47,8 +47,8 @@ def write_json(path: Path, content: Any, *, sealed: bool = False) -> None:
     """Replace the file by this content.
 
     Args:
-        path: of the file.
-        content: in JSON's types.
+        path: the file.
+        content: the new content, in JSON's types.
         sealed: add a checksum to an object, so that `read_json` notices damage that is still JSON.
     """
     if sealed:
@@ -57,7 +57,7 @@ def write_json(path: Path, content: Any, *, sealed: bool = False) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of the file, without the checksum; a BilevelError says what is wrong with it."""
+    """The content of the file, without the checksum. A damaged file is a BilevelError that says what is wrong."""
     try:
         # JSON allows integers of any length. Very long ones become infinite floats.
         found = json.loads(path.read_text(encoding="utf-8"), parse_int=lambda x: int(x) if len(x) < 300 else float(x))

@@ -12,6 +12,12 @@ from bilevel.cli._output import check_writable
 from bilevel.cli.train import AS_JSON, THREADS
 from bilevel.errors import BilevelError
 
+# Options that `bilevel export` has too.
+STEPS = Annotated[int | None, typer.Option(min=1, help="Inner steps T; the model's own if not given.")]
+STRICT = Annotated[
+    bool, typer.Option("--strict", help="Stop at pictures that cannot be read, instead of leaving them out.")
+]
+
 
 def command(
     query: Annotated[
@@ -55,7 +61,7 @@ def command(
         Path | None, typer.Option(metavar="FILE.png", help="Draw the labelled pictures and the predictions.")
     ] = None,
     as_json: AS_JSON = False,
-    steps: Annotated[int | None, typer.Option(min=1, help="Inner steps T; the model's own if not given.")] = None,
+    steps: STEPS = None,
     invert: Annotated[
         bool | None,
         typer.Option(
@@ -73,9 +79,7 @@ def command(
             "middle, and redraw thin or thick strokes. --picture shows both versions.",
         ),
     ] = True,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at pictures that cannot be read, instead of leaving them out.")
-    ] = False,
+    strict: STRICT = False,
     batch_norm: Annotated[
         str | None,
         typer.Option(

@@ -11,6 +11,7 @@ import typer
 
 from bilevel import extras
 from bilevel.cli._output import check_writable
+from bilevel.cli.classify import STEPS, STRICT
 from bilevel.cli.train import THREADS
 from bilevel.errors import BilevelError
 
@@ -44,7 +45,7 @@ def command(
         Path | None,
         typer.Option(metavar="FILE", help="The file to write, .onnx or .pt2; named after RUN if not given."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Inner steps T; the model's own if not given.")] = None,
+    steps: STEPS = None,
     batch_norm: Annotated[
         str | None,
         typer.Option(
@@ -57,9 +58,7 @@ def command(
         typer.Option("--invert/--no-invert", help="As for bilevel classify.", show_default=False),
     ] = None,
     clean: Annotated[bool, typer.Option("--clean/--no-clean", help="As for bilevel classify.")] = True,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at pictures that cannot be read, instead of leaving them out.")
-    ] = False,
+    strict: STRICT = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON, and nothing else.")] = False,
     threads: THREADS = None,
 ) -> None:

@@ -35,8 +35,8 @@ def thin(bitmaps: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def links(skeleton: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pixels of a skeleton (row, column), and the pairs that touch. Diagonal neighbours are a pair only if they have
-    no common straight neighbour."""
+    """The pixels of a skeleton (row, column), and the pairs that touch. Diagonal neighbours are a pair only if there is
+    no straight neighbour of both."""
     rows, columns = np.nonzero(skeleton)
     number = np.full((skeleton.shape[0] + 2, skeleton.shape[1] + 2), -1)
     number[rows + 1, columns + 1] = np.arange(len(rows))

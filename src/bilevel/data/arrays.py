@@ -31,7 +31,7 @@ def from_arrays(
         name: what messages call the data.
         classes: names of the classes in that order; by default the labels themselves.
         splits: class indices of "train", "val" and "test"; by default the classes are split by `seed` and `fractions`.
-        seed: of the split.
+        seed: the seed of the split.
         fractions: shares of the classes for train, val and test.
 
     >>> data = from_arrays(np.zeros((4, 3, 8, 8)), ["cat", "dog", "cat", "dog"])

@@ -42,7 +42,7 @@ class Folder(Source):
         prepare: "photograph", "drawing" or "gray-drawing": how pictures are prepared.
         invert: black on white becomes white on black. None finds the polarity of drawings and leaves photographs.
         strict: whether an unreadable picture is an error; otherwise it is left out and listed in the notes.
-        seed: of the split of the classes.
+        seed: the seed of the split of the classes.
         fractions: shares of the classes for train, val and test, where the folder has no `train/`, `val/` and `test/`.
     """
 

@@ -27,8 +27,8 @@ class Glyphs(Source):
     Args:
         split: "script" puts whole scripts into train, val and test, so that a test episode shows scripts never seen
             before; "character" divides the characters of every script.
-        seed: of the split by character.
-        drawing_seed: of the drawings.
+        seed: the seed of the split by character.
+        drawing_seed: the seed of the drawings.
     """
 
     split: Literal["script", "character"] = "script"

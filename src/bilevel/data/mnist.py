@@ -26,7 +26,7 @@ class MNIST(Source):
     """Digits 28×28. `dataset.parts["train"]` and `["test"]` are the official 60,000 and 10,000 examples.
 
     Args:
-        seed: of the split of the ten digits into 6/2/2 classes, for those who want episodes from them.
+        seed: the seed of the split of the ten digits into 6/2/2 classes, which episodes use.
     """
 
     seed: int = 0

@@ -43,7 +43,7 @@ class Omniglot(Source):
     Rotations by 90° as new classes are a matter of the episodes (`Episodes(…, rotations=True)`): nothing is copied.
 
     Args:
-        seed: of the split.
+        seed: the seed of the split.
     """
 
     seed: int = 0

@@ -51,8 +51,8 @@ class Preparation:
     Args:
         kind: see above.
         channels: 1 or 3.
-        height: of the result, in pixels.
-        width: of the result.
+        height: the height of the result, in pixels.
+        width: the width of the result, in pixels.
         clean: see above; photographs are not cleaned.
         invert: whether to swap light and dark; None finds the polarity of drawings and leaves photographs.
 

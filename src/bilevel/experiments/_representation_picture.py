@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bilevel.experiments._class_names import readable
 from bilevel.plotting import BLACK, BLUE, COLOURS, GREEN, GREY, Axes, picture, show_image
 
-# A class has a colour and a shape, so that more classes than colours can be told apart.
+# A class has a colour and a shape, so that more classes than colours can be distinguished.
 CLASS_COLOURS = (*COLOURS, BLACK)
 SHAPES = "os^DvP"
 # The side of a thumbnail, as a share of the map's.
@@ -33,8 +33,8 @@ class ImagePair:
         titles: the classes, as the data set calls them.
         images: height × width × channels, from 0 to 1.
         components: the numbers of the features that are shown, and `values` their values.
-        distance: of all the features.
-        median: of the distances of all pairs in this draw.
+        distance: the distance of all features.
+        median: the median distance of all pairs in this draw.
     """
 
     draw: int
@@ -102,7 +102,7 @@ def _on_paper(image: NDArray[Any]) -> NDArray[Any]:
 
 def draw_maps(path: Path, maps: Sequence[ClassMap]) -> None:
     """Save the maps side by side; a class has the same colour and shape in all of them."""
-    # Colours go round from left to right of the first map, so that neighbours differ in theirs.
+    # Colours are assigned from left to right in the first map, so that neighbouring classes have different colours.
     rank = _centres(maps[0].points, maps[0].labels)[:, 0].argsort().argsort().tolist()
     styles = [(CLASS_COLOURS[i % len(CLASS_COLOURS)], SHAPES[i // len(CLASS_COLOURS) % len(SHAPES)]) for i in rank]
     with picture(path, width=6.6 * len(maps), height=7.3) as figure:
@@ -137,13 +137,13 @@ def _centres(points: NDArray[Any], labels: NDArray[Any]) -> NDArray[Any]:
 
 
 def _in_unit_square(points: NDArray[Any]) -> NDArray[Any]:
-    """Moved, and scaled alike in both directions, because directions mean nothing in such a map."""
+    """The points moved and scaled, by the same factor in both directions, to the unit square."""
     low, high = points.min(0), points.max(0)
     return 0.98 * (points - (low + high) / 2) / float((high - low).max()) + 0.5
 
 
 def places(centres: NDArray[Any], points: NDArray[Any], side: float) -> NDArray[Any]:
-    """Where squares of this side go: near the centres, over as few points as may be, and never over one another.
+    """Places for squares of this side: near the centres, over few points, and not over each other.
 
     One after the other, each takes the best free place on rings around its centre.
 
@@ -154,7 +154,7 @@ def places(centres: NDArray[Any], points: NDArray[Any], side: float) -> NDArray[
     """
     angles = np.linspace(0, 2 * np.pi, 24, endpoint=False) + np.pi / 2
     ring = np.stack([np.cos(angles), np.sin(angles)], 1)
-    # As far as the map is wide, so that a free place is always found.
+    # The largest ring is as wide as the map, so that there is always a free place.
     rings = np.concatenate([np.zeros((1, 2)), *(radius * side * ring for radius in np.arange(0.7, 1.5 / side, 0.2))])
     taken = np.empty((0, 2))
     for centre in centres:

@@ -59,7 +59,7 @@ def measure(problem: KnownProblem, steps: int, truncated: tuple[int, ...]) -> di
         name: bl.hypergradient(*given, method=method, **settings)
         for name, method in methods(problem, truncated).items()
     }
-    ran = found["Implicit"]  # it runs the T steps themselves, whatever gives ∇f_T
+    ran = found["Implicit"]  # it runs the T steps of gradient descent
     scale = float(trees.norm(problem.grad))
     gap, distance = abs(float(ran.value) - problem.value), float((ran.inner - problem.w).norm())
     return {
@@ -110,7 +110,7 @@ def run(settings: CertificatesSettings, out: Path, progress: bool | None = None)
 
 
 def _numbers(problem: KnownProblem, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    # Where rounding has stopped the iterates there is no rate to be seen.
+    # Below this distance rounding errors dominate, so there is no rate to measure.
     least = 1e-10 * measured[0]["true distance"]
     seen = [(one["T"], one["true distance"]) for one in measured if one["true distance"] > least]
     rates = [(b / a) ** (1 / (t - before)) for (before, a), (t, b) in pairwise(seen)]
@@ -217,7 +217,7 @@ def _check(s: CertificatesSettings) -> None:
 
 # The picture: bounds above the truth, and hypergradient errors, against T.
 
-# Smaller values are rounding; on a logarithmic axis they would push everything else together.
+# Smaller values are rounding errors. On a logarithmic axis they would leave little room for the others.
 FLOOR = 1e-14
 
 
@@ -237,7 +237,7 @@ def _draw(path: Path, problems: Mapping[str, Any]) -> None:
                 axes.set_xticks(one["T"], [str(t) for t in one["T"]])
                 axes.minorticks_off()
         for row in grid:
-            # Every curve falls, so that the lower left corner of the last column is the free one.
+            # Every curve falls, so the lower left corner of the last column is free.
             row[-1].legend(*row[0].get_legend_handles_labels(), loc="lower left", fontsize=9)
 
 

@@ -59,7 +59,7 @@ class FeatureMapFit:
         values: the objective after 0, 1, … hyperiterations.
         accuracies: of w_T on the test set, likewise.
         h: the last H.
-        ends: what holds there.
+        ends: accuracies, f and η·ν at the last H.
         right_at_peak, right_at_end: which test examples were classified correctly when the accuracy was highest, and
             at the end.
     """

@@ -124,8 +124,8 @@ def run(settings: TwoWellsSettings, out: Path, progress: bool | None = None) -> 
 
 
 def _limits(task: bl.Task, penalty: float, s: TwoWellsSettings) -> dict[str, float]:
-    """w1 on the side of the start and w2 on the other, their inner and outer values, and what the largest T gives at
-    this λ."""
+    """w1 on the side of the start and w2 on the other, their inner and outer values, and w_T and f_T for the largest T,
+    at this λ."""
     right, left = minimisers(task, penalty)
     reached, other = (right, left) if s.start > 0 else (left, right)
     w, f = approximation(task, penalty, max(s.steps), s)

@@ -94,7 +94,7 @@ class RepresentationModel:
     features: dict[str, Features]
 
     def stream(self, split: str, ways: int, queries: int, seed: int) -> Episodes:
-        """Episodes of a split, of images as they are: a turned character would be a class without a name."""
+        """Episodes of a split, without rotations, because rotated characters have no names."""
         wanted = replace(self.found.settings, ways=ways, queries=queries, rotations=False)
         return episodes(wanted, self.data, split, seed)
 
@@ -173,7 +173,7 @@ def draw_and_compare(s: RepresentationSettings, model: RepresentationModel, draw
 
 
 def nearness(s: RepresentationSettings, model: RepresentationModel, report: Begin) -> dict[str, dict[str, Any]] | None:
-    """How often x′ ∈ D′ is kin to the x ∈ D nearest to it, to the farthest and to any; None where no classes are."""
+    """How often x′ ∈ D′ is related to its nearest x ∈ D, its farthest and any; None if no classes are related."""
     titles = [[model.data.classes[label] for label in model.data.splits[split]] for split in ("train", "test")]
     possible = any(related(one, other) for one in titles[0] for other in titles[1])
     streams = _streams(s, model)
@@ -196,7 +196,7 @@ def nearness(s: RepresentationSettings, model: RepresentationModel, report: Begi
 
 
 def separations(s: RepresentationSettings, model: RepresentationModel, report: Begin) -> dict[str, list[Separation]]:
-    """Of unseen classes, episode by episode, for each kind of features."""
+    """The distances of unseen classes in every episode, for each kind of features."""
     stream = _unseen(s, model)
     found: dict[str, list[Separation]] = {kind: [] for kind in model.features}
     for number in range(s.episodes):
@@ -227,7 +227,7 @@ def _map(
 
 
 def _models(s: RepresentationSettings) -> list[RepresentationModel]:
-    """Every model and its data, before any work: one that is missing should cost no time."""
+    """The models and their data. They are opened before any work, so that a missing one is an error at once."""
     models: list[RepresentationModel] = []
     for spec in s.models:
         found = library.find(spec)
@@ -257,7 +257,7 @@ def _file_name(spec: str, others: Sequence[RepresentationModel]) -> str:
 
 
 def _streams(s: RepresentationSettings, model: RepresentationModel) -> tuple[Episodes, Episodes]:
-    """Where D and D′ come from."""
+    """The episodes that D and D′ are drawn from."""
     train, test = (model.stream(split, s.ways, s.queries, s.seed) for split in ("train", "test"))
     return train, test
 

@@ -69,7 +69,7 @@ QUICK: dict[str, Any] = {
 
 
 def run(settings: ValidateTSettings, out: Path, progress: bool | None = None) -> ExperimentResult:
-    """Figure 6, as far as the settings let it run."""
+    """Train with every T, and draw Figure 6."""
     _check(settings)
     command = command_of("validate-t", settings)
     found: dict[str, dict[int, FinishedTraining]] = {}

@@ -108,15 +108,19 @@ class TrainedLearner:
     @property
     def stages(self) -> list[dict[str, Any]]:
         """Command, hyperiterations, images and minutes of every stage of its training, in their order."""
-        stages: list[dict[str, Any]] = []
-        card: Any = self.card
-        while isinstance(card, dict) and card:
-            training = card.get("training")
-            facts = {"hyperiterations": None, "images": None, "minutes": None}
-            facts |= training if isinstance(training, dict) else {}
-            stages.append({"command": card.get("command"), "settings": card.get("settings"), **facts})
-            card = card.get("initial")
-        return stages[::-1]
+        return stages_of(self.card)
+
+
+def stages_of(card: Any) -> list[dict[str, Any]]:
+    """The stages of a training, from its card or config.json, which holds that of the stage before as `initial`."""
+    stages: list[dict[str, Any]] = []
+    while isinstance(card, dict) and card:
+        training = card.get("training")
+        facts = {"hyperiterations": None, "images": None, "minutes": None}
+        facts |= training if isinstance(training, dict) else {}
+        stages.append({"command": card.get("command"), "settings": card.get("settings"), **facts})
+        card = card.get("initial")
+    return stages[::-1]
 
 
 def zoo() -> dict[str, dict[str, Any]]:

@@ -27,12 +27,12 @@ THEIRS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class BatchNorm(nn.Module):
     """y = (x − mean)/√(var + eps) · weight + bias over all axes but channels.
 
-    What it normalises by is set from outside, by `using`: "own" is the statistics of the batch at hand; "keep" the
-    same, which are then remembered with their graph; "kept" those remembered; "running" the averages. With "own" the
-    batch may consist of several sets one after the other, `sizes` of them, each normalised by itself.
+    `using` sets which mean and variance the layer uses: "own", the statistics of the batch; "keep", the same, which are
+    stored with their graph; "kept", the stored ones; "running", the running averages. With "own" the batch may consist
+    of several sets one after the other, with the numbers of images `sizes`, and each set has its own statistics.
 
     Args:
-        channels: their number.
+        channels: the number of channels.
         scale: whether there is a learned weight; the paper's networks have none.
         eps: added to the variance.
     """
@@ -111,10 +111,10 @@ class BatchNorm(nn.Module):
 
 
 def statistics(x: Tensor) -> Statistics:
-    """Mean and (biased) variance of every channel, as batch norm normalises by them."""
+    """Mean and biased variance of every channel, which batch norm uses."""
     axes = [axis for axis in range(x.ndim) if axis != 1]
     mean = x.mean(axes, keepdim=True)
-    # torch.var_mean is slow where channels come last.
+    # torch.var_mean is slow if channels come last.
     return mean.flatten(), (x - mean).square().mean(axes)
 
 
@@ -138,7 +138,7 @@ def layers(module: nn.Module) -> dict[str, BatchNorm]:
 
 @contextmanager
 def using(norms: dict[str, BatchNorm], by: str, sizes: Sequence[int] | None = None) -> Iterator[None]:
-    """All layers normalise by this, set by set where sizes are given, until the end of the block."""
+    """Inside the block all layers use these statistics (see `BatchNorm`), set by set if sizes are given."""
     for layer in norms.values():
         layer.by, layer.sizes = by, sizes
         if by == "keep":
@@ -148,14 +148,14 @@ def using(norms: dict[str, BatchNorm], by: str, sizes: Sequence[int] | None = No
     finally:
         for layer in norms.values():
             layer.by, layer.sizes = "own", None
-            if by == "kept":  # used once; this releases their graph
+            if by == "kept":  # they are used once, and this releases their graph
                 layer.kept = []
 
 
 def converted(module: nn.Module, known: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """The module with torch's batch norms and sequences replaced by ours; parameters keep their names and values.
+    """The module with torch's batch norms and sequences replaced by ours. Parameters keep their names and values.
 
-    It is changed in place, unless it is itself what is replaced.
+    The module is changed in place, unless it is itself a batch norm or a sequence.
 
     >>> net = converted(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
     >>> [name for name, _ in net.named_parameters()]

@@ -58,7 +58,7 @@ def per_image(module: nn.Module) -> bool:
 
 
 def _next(layers: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, int]:
-    """The result of the first layer, or of the first few together, and how many layers that was."""
+    """The result of the first layer or of the first few layers, and the number of these layers."""
     if _pooled.applies(layers, x):
         return _pooled.pooled(x, layers), 4
     stack = _stack(layers, x)

@@ -16,11 +16,6 @@ def with_one(features: Tensor) -> Tensor:
     return F.pad(features, (0, 1), value=1.0)
 
 
-def zeros(episodes: int, features: int, ways: int, like: Tensor) -> Tensor:
-    """Heads at zero, the paper's start; `features` includes the constant."""
-    return like.new_zeros((episodes, features, ways))
-
-
 def curvature(features: Tensor, ways: int) -> Tensor:
     """The largest curvature of every episode's mean cross-entropy at w_0 = 0.
 

@@ -50,7 +50,7 @@ class Networks:
 
 
 def networks(module: nn.Module, images: Tensor) -> Networks | None:
-    """The module as `Networks`, if it is one and batch norm is to normalise every set by itself."""
+    """The module as `Networks`; None if its layers are of other kinds, or batch norm uses other statistics."""
     if module not in _KNOWN:
         _KNOWN[module] = _parsed(module)
     found = _KNOWN[module]
@@ -59,7 +59,7 @@ def networks(module: nn.Module, images: Tensor) -> Networks | None:
 
 
 def stacked(leaf: Tensor, count: int) -> Tensor:
-    """So many copies of a leaf; filters keep their order in memory, which the products depend on."""
+    """`count` copies of a leaf, stacked. Filters keep their layout in memory, which affects the speed of products."""
     if leaf.ndim != 4:
         return leaf.expand(count, *leaf.shape).clone()
     return leaf.permute(0, 2, 3, 1).expand(count, -1, -1, -1, -1).clone().permute(0, 1, 4, 2, 3)

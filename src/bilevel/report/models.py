@@ -105,7 +105,7 @@ class Model:
 
 
 class Reader:
-    """Models one by one; the data sets that several were trained on are opened once.
+    """Reads models for the page. A data set of several models is opened once.
 
     Args:
         count: meta-test episodes of each model.
@@ -117,7 +117,7 @@ class Reader:
         self.opened: dict[tuple[Any, ...], ImageDataset] = {}
 
     def read(self, run: FoundRun) -> Model:
-        """The model of a run; a BilevelError says why there is none."""
+        """The model of a run. If there is none, a BilevelError says why."""
         trained = find(run.spec)
         weights = ((name, leaf) for name, leaf in trained.learner.lam.items() if leaf.ndim == 4)
         layer, weight = next(weights, ("", None))

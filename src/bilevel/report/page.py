@@ -15,6 +15,7 @@ import bilevel
 from bilevel.data.pictures import data_url
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.files import write_bytes
+from bilevel.learners.library import stages_of
 from bilevel.learners.settings import TrainingSettings
 from bilevel.models.batch_norm import MEANING
 from bilevel.progress import counter
@@ -152,7 +153,7 @@ def _result(result: FoundResult, anchor: str) -> dict[str, Any]:
 
 
 def _kinds(table: dict[str, Any]) -> list[str]:
-    """How every column is set: sentences, numbers to the right, or words."""
+    """The kind of every column, for its alignment: sentences, numbers or words."""
     columns = zip(*table["rows"], strict=True) if table["rows"] else [()] * len(table["columns"])
     return [
         "prose" if name in table["prose"] else "number" if _numeric(cells) else "words"
@@ -190,20 +191,10 @@ def _run(
         "model": model,
         "verdict": "" if model is None else model.verdict(),
         "command": command(run),
-        "before": _before(config),
+        # The commands of the trainings that the first weights came from, the last one first.
+        "before": [stage["command"] for stage in stages_of(config)[-2::-1] if isinstance(stage["command"], str)],
         "facts": _facts(run, model),
     }
-
-
-def _before(config: dict[str, Any]) -> list[str]:
-    """The commands of the trainings that the first weights came from, the last one first."""
-    found: list[str] = []
-    here = config.get("initial")
-    while isinstance(here, dict) and len(found) < 20:
-        if isinstance(here.get("command"), str):
-            found.append(here["command"])
-        here = here.get("initial")
-    return found
 
 
 def _facts(run: FoundRun, model: Model | None) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class FoundRun:
 
 @dataclass
 class ReportSources:
-    """Everything that a report is about, and what had to be left out, one sentence each."""
+    """The results and runs of a report, and a sentence for everything that was left out."""
 
     results: list[FoundResult] = field(default_factory=list)
     runs: list[FoundRun] = field(default_factory=list)
@@ -218,7 +218,7 @@ def _table(table: Any) -> dict[str, Any]:
 
 
 def _picture(path: Path) -> bytes:
-    """The bytes of a PNG, read to its end, so that a page does not show half of one."""
+    """The bytes of a PNG file. It is decoded once, because a damaged file is an error."""
     from PIL import Image
 
     try:
@@ -231,7 +231,7 @@ def _picture(path: Path) -> bytes:
 
 def _run(folder: Path, found: ReportSources, owner: FoundResult | None = None) -> FoundRun:
     file = folder / "config.json"
-    if owner is None:  # a result higher up may not name a run that lies in its folder, when it is still going on
+    if owner is None:  # while an experiment is running, its result does not name all of its runs yet
         above = (result for result in found.results if folder.resolve().is_relative_to(result.file.parent.resolve()))
         owner = next(above, None)
     return FoundRun(str(folder), _config(file, found), _metrics(folder, found), owner)

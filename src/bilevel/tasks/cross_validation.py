@@ -26,7 +26,7 @@ class CrossValidation:
     Args:
         data: a tree of tensors whose first axis counts examples.
         folds: K; None means leave-one-out, K = number of examples.
-        seed: of the shuffle before the examples are split into folds; None keeps the order.
+        seed: the seed of the shuffle before the examples are split into folds; None keeps the order.
 
     >>> cv = CrossValidation((torch.arange(10),), folds=5)
     >>> [len(task.val[0]) for task in cv.tasks]

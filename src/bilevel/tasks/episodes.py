@@ -43,7 +43,7 @@ class EpisodeSampler:
         ways: classes in an episode, N.
         shots: support examples of each class, k.
         queries: query examples of each class.
-        seed: of the episodes.
+        seed: the seed of the episodes.
         classes: the labels to draw from; by default all that occur.
         rotations: every class turned by 90°, 180° and 270° is a class of its own, so there are four times as many.
         names: names of the classes by label, for error messages.
@@ -148,7 +148,7 @@ class Episodes:
         ways: classes in an episode.
         shots: support images of each class.
         queries: query images of each class.
-        seed: of the episodes.
+        seed: the seed of the episodes.
         rotations: quarter turns of a class are classes of their own.
         augmentation: random changes of every image, a function of the seed and the episode.
         with_classes: whether the query set has a third part, the class of every image among all of the split.

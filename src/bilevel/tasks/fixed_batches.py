@@ -24,7 +24,7 @@ class FixedBatches:
         data: a tree of tensors whose first axis counts examples. They are cut in the order that they have: shuffle them
             first if the order means something.
         size: examples in a batch; it divides the number of examples.
-        seed: of the orders.
+        seed: the seed of the orders.
 
     >>> batches = FixedBatches(torch.arange(6), size=2)
     >>> len(batches), batches[2], sorted(batches.index(t) for t in (1, 2, 3))

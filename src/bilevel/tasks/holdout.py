@@ -19,7 +19,7 @@ def holdout(data: Tree, fraction: float = 0.5, seed: int | None = 0) -> Task:
     Args:
         data: a tree of tensors whose first axis counts examples.
         fraction: the share that goes to `task.val`.
-        seed: of the shuffle before the split; None keeps the order.
+        seed: the seed of the shuffle before the split; None keeps the order.
 
     >>> task = holdout((torch.arange(10),), fraction=0.3)
     >>> len(task.train[0]), len(task.val[0])

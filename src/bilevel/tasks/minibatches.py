@@ -22,7 +22,7 @@ class Minibatches:
     Args:
         data: a tree of tensors whose first axis counts examples.
         size: examples in a batch; the last batch of an epoch that does not divide evenly is filled from the next epoch.
-        seed: of the shuffles.
+        seed: the seed of the shuffles.
 
     >>> batches = Minibatches((torch.arange(6), torch.arange(6) * 10), size=4, seed=1)
     >>> bool((batches(2)[0] == batches(2)[0]).all()), tuple(batches(2)[1].shape)

@@ -21,7 +21,7 @@ class Shards:
     A part is made when it is first asked for: a process that computes some of the parts does not gather the others.
 
     Args:
-        count: of parts.
+        count: the number of parts.
         make: part i = 0, 1, …, count − 1.
     """
 
@@ -71,7 +71,7 @@ def shards(source: Any, count: int) -> Shards | ShardedSampler:
 
     Args:
         source: a batch (a tree of tensors whose first axis counts examples), or a sampler, such as `Minibatches`.
-        count: of parts; it divides the number of examples of a batch. At least the number of processes.
+        count: the number of parts; it divides the number of examples of a batch. At least the number of processes.
 
     >>> import torch
     >>> shards(torch.arange(6), 3).parts

@@ -18,7 +18,7 @@ from bilevel.files import write_bytes
 # The metadata of a safetensors file is a dict of texts, written in no fixed order. Ours is one JSON object under one
 # key, so that equal content is equal bytes.
 FACTS, DIGEST = "bilevel", "checksum"
-# More tensors than any network here has; a hostile header may name a million empty ones.
+# More tensors than any network here has. A forged header may name a million empty ones.
 MOST_TENSORS = 20_000
 
 
@@ -37,7 +37,7 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and facts of a file; a BilevelError says what is wrong with a damaged one."""
+    """The tensors and facts of a file. A damaged file is a BilevelError that says what is wrong."""
     safetensors = extras.load("safetensors", extra="learn", purpose=f"Reading {path}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:

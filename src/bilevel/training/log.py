@@ -31,8 +31,8 @@ def read_metrics(folder: Path, report: Callable[[str], None] | None = None) -> l
     is left out and named in one sentence, because weights and checkpoints do not depend on it.
 
     Args:
-        folder: the run's.
-        report: gets the sentence; by default it is a BilevelWarning.
+        folder: the folder of the run.
+        report: called with the sentence; by default it is a BilevelWarning.
     """
     file = folder / METRICS
     try:
@@ -85,7 +85,7 @@ class Log:
     """Appends one line of JSON per record, and the same as TensorBoard events where that is installed.
 
     Args:
-        folder: where.
+        folder: the folder of the run.
         iteration: the hyperiteration after which the run is resumed, or None for a new run; later records are dropped.
         validation: the hyperiteration of its last validation; records of later ones are dropped.
     """

@@ -27,21 +27,21 @@ class Job(Protocol):
     """The driver of a training. Hyperiterations are numbered 1, 2, …; number k depends on k and the state alone."""
 
     def step(self, iteration: int, stop: StopRequest | bool) -> tuple[dict[str, float], bool]:
-        """One hyperiteration: its `loss` and `images_per_second`, and whether any process was asked to stop.
+        """Run one hyperiteration; return its `loss` and `images_per_second`, and whether a process was asked to stop.
 
-        `Interrupted` if it stops halfway for that. If it raises, nothing has changed."""
+        It raises `Interrupted` if it stops before its end. If it raises an error, the state has not changed."""
 
     def validate(self, iteration: int, stop: StopRequest | bool) -> dict[str, float]:
-        """Numbers on validation data, with the `score` to maximise; `Interrupted` if a process is asked to stop."""
+        """Numbers on validation data, with the `score` to maximise. It raises `Interrupted` if a process is to stop."""
 
     def state(self) -> dict[str, Tensor]:
-        """Everything the next hyperiteration depends on."""
+        """Everything that the next hyperiteration depends on."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go back to a state."""
+        """Restore a state that `state` returned."""
 
     def weights(self) -> dict[str, Tensor]:
-        """What the run is for: λ by parameter name."""
+        """The result of the run so far: λ by name."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,10 @@ class Ending:
 
 
 class Run:
-    """A job in its folder: the constructor goes back to the newest checkpoint, and `go` runs on to the last
-    hyperiteration of the schedule.
+    """A job in its folder: the constructor restores the newest checkpoint, and `go` runs to the end of the schedule.
 
-    A run that is stopped and continued goes through the same states, bit for bit, as one that was not. Rank 0 writes;
-    all processes read the same checkpoint.
+    A run that is stopped and continued has the same states, bit for bit, as one that was not. Rank 0 writes; all
+    processes read the same checkpoint.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Run:
             )
 
     def go(self, progress: bool = False, title: str = "hyperiterations", deadline: float = math.inf) -> Ending:
-        """Run, save and say how it ended; `deadline` is when to stop, on the clock of `time.monotonic`."""
+        """Run, save, and return how the run ended; `deadline` is when to stop, on the clock of `time.monotonic`."""
         try:
             with ExitStack() as stack:
                 stop = stack.enter_context(stop_requests(deadline))
@@ -167,7 +166,7 @@ class Run:
         return Ending(outcome, self.iteration, self.validation.seconds, best.best, best.best_iteration, code)
 
     def _assemble(self, stop: StopRequest, stack: ExitStack, title: str, show: bool) -> None:
-        """Give the loop its parts; only one process writes and shows."""
+        """Give the loop its parts. Only one process writes files and shows progress."""
 
         def stopped(k: int, step: JobStep) -> Outcome | None:
             return _interrupted(stop, k) if step.stopped else None
@@ -195,7 +194,7 @@ class Run:
         write_tensors(self.folder.best, self.job.weights(), {"iteration": k, **numbers})
 
     def _save(self, k: int, step: JobStep | None = None) -> None:
-        """A checkpoint, and the weights that it holds in a file of their own."""
+        """Write a checkpoint, and its weights in a file of their own."""
         now = (k, self.validation.validated_at)
         if not self.world.writes or self.saved == now:
             return

@@ -26,7 +26,7 @@ def ignore(k: int, *numbers: Any, **fields: Any) -> None:
 
 @dataclass
 class JobStep:
-    """What the last hyperiteration of a job returned: its numbers (none before the first), and whether to stop."""
+    """The result of the last hyperiteration: its numbers (None before the first one), and whether to stop."""
 
     numbers: dict[str, float] | None = None
     stopped: bool = False
@@ -43,7 +43,7 @@ class Metrics:
     losses: list[dict[str, float]] = field(default_factory=list)
 
     def restore(self, losses: list[dict[str, float]]) -> None:
-        """Go on with the numbers since the last record, from a checkpoint."""
+        """Restore the numbers since the last record from a checkpoint."""
         self.losses = [{name: float(x) for name, x in line.items()} for line in losses]
         if any(line.keys() != self.losses[0].keys() for line in self.losses):
             raise ValueError("losses of different kinds")
@@ -62,9 +62,9 @@ class Metrics:
 
 @dataclass
 class Validation:
-    """Validates the job where that is due, and keeps count of its scores.
+    """Validates the job when a validation is due, and records the best score.
 
-    A request to stop interrupts a validation; it is repeated when the run is resumed.
+    A request to stop interrupts a validation. It is repeated when the run is resumed.
     """
 
     job: Job
@@ -93,7 +93,7 @@ class Validation:
             self.keep_best(k, numbers)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Go on with the best score, the last validation and the time, from a checkpoint."""
+        """Restore the best score, the last validation and the time from a checkpoint."""
         self.stopping.restore(facts["stopping"])
         self.validated_at = int(facts.get("validated_at", facts["iteration"]))
         self.began -= float(facts["seconds"])
@@ -107,5 +107,5 @@ class Validation:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training, those before a restart included."""
+        """Seconds of training, including those before a restart."""
         return time.monotonic() - self.began

@@ -228,7 +228,7 @@ class HyperRepresentation(Learner):
             return loss
 
         def init(lam: dict[str, Tensor]) -> Tensor:
-            return heads.zeros(episodes, self.features, ways, like=next(iter(lam.values())))
+            return next(iter(lam.values())).new_zeros(episodes, self.features, ways)
 
         return Problem(LinearClassifiers(self.l2), outer, init, encode)
 
@@ -289,7 +289,7 @@ class HyperRepresentation(Learner):
             loss = F.cross_entropy(features @ w, labels, weight=1 / counts)
             return loss + self.l2 / 2 * w.square().sum()
 
-        w, state = heads.zeros(1, features.shape[1], ways, like=features)[0], ()
+        w, state = features.new_zeros(features.shape[1], ways), ()
         for t in range(1, steps + 1):
             w, state = self.dynamics.step(inner, w, state, t)
         return LinearLogits(self, support, w, scale)

@@ -13,7 +13,6 @@ from bilevel.engine.method import Method
 from bilevel.learners.linear_head import PENALTY, Leaves, SolvedHead, row_weights
 from bilevel.linear_solvers.cg import CG
 from bilevel.methods.implicit import Implicit
-from bilevel.models import heads
 
 # The norm ‖∇L‖ at which Newton's method stops, in double precision.
 NEWTON_TOLERANCE = 1e-9
@@ -40,7 +39,7 @@ class LogisticHead(SolvedHead):
         return objective
 
     def start(self, lam: Leaves, episodes: int, ways: int, examples: int) -> Tensor:
-        return heads.zeros(episodes, self.features, ways, like=lam[PENALTY].double())
+        return lam[PENALTY].double().new_zeros(episodes, self.features, ways)
 
     def classifier(self, w: Tensor, lam: Leaves, support: Tensor, labels: Tensor) -> Tensor:
         return w
