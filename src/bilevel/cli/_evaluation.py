@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from bilevel.cli._output import console
+from bilevel.cli._output import print_table
 from bilevel.cli.train import with_own_settings
 from bilevel.data import ImageDataset
 from bilevel.errors import BilevelError
@@ -118,22 +118,18 @@ def _line(steps: int, score: EpisodeScore) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """Print the result."""
-    from rich import box
-    from rich.table import Table
-
     test, validation = result["test"], result["validation"]
     if result["steps"] is None:
         line = validation[0]
         typer.echo(f"Meta-validation accuracy {line['accuracy']:.2%} ± {line['interval']:.2%}.")
         chosen = ""
     else:
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("T", "meta-validation", "± 95 %"):
-            table.add_column(column, justify="right")
-        for line in validation:
-            mark = " ← best" if line["steps"] == result["steps"] else ""
-            table.add_row(f"{line['steps']}", f"{line['accuracy']:.2%}", f"{line['interval']:.2%}{mark}")
-        console().print(table)
+        marks = [" ← best" if line["steps"] == result["steps"] else "" for line in validation]
+        rows = [
+            (f"{line['steps']}", f"{line['accuracy']:.2%}", f"{line['interval']:.2%}{mark}")
+            for line, mark in zip(validation, marks, strict=True)
+        ]
+        print_table(("T", "meta-validation", "± 95 %"), rows)
         chosen = f" with T = {test['steps']}, chosen on meta-validation"
     typer.echo(
         f"Meta-test accuracy {test['accuracy']:.2%} ± {test['interval']:.2%}{chosen}.\n"
@@ -219,22 +215,18 @@ def _streams(settings: TrainingSettings, data: ImageDataset, seed: int | None) -
 
 def show_calibrations(spec: str, made: Sequence[Calibration]) -> None:
     """Print the calibrations as a table."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("episodes", "accuracy", "error before", "error after", "temperature", "false alarms", "found"):
-        table.add_column(column, justify="right")
-    for one in made:
-        found = "–" if one.found is None else f"{one.found['0.05']:.1%}"
-        table.add_row(
+    columns = ("episodes", "accuracy", "error before", "error after", "temperature", "false alarms", "found")
+    rows = [
+        (
             f"{one.ways}-way {one.shots}-shot",
             *(f"{number:.1%}" for number in (one.accuracy, one.error_before, one.error)),
             f"{one.temperature:.3g}",
             f"{one.false_alarms['0.05']:.1%}",
-            found,
+            "–" if one.found is None else f"{one.found['0.05']:.1%}",
         )
-    console().print(table)
+        for one in made
+    ]
+    print_table(columns, rows)
     typer.echo(
         f"{spec}: the temperatures are from {made[0].episodes} episodes of meta-validation each, the accuracies and "
         "calibration errors from as many of meta-test. False alarms: pictures of the classes that are called "

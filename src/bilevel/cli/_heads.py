@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from bilevel.cli._classification import _as_text
-from bilevel.cli._output import console
+from bilevel.cli._output import print_table
 from bilevel.files import write_bytes
 from bilevel.learners.features import HEADS, CachedFeatures, FeatureTrial, adapt
 
@@ -53,16 +53,9 @@ def classify(labelled: Path, new: Path, name: str, out: Path | None) -> dict[str
 
 
 def show_scores(result: dict[str, Any]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("head")
-    for column in ("accuracy", "± 95 %"):
-        table.add_column(column, justify="right")
-    for name, line in result["heads"].items():
-        table.add_row(name, f"{line['accuracy']:.2%}", f"{line['interval']:.2%}")
-    console().print(table)
+    heads = result["heads"].items()
+    cells = [(name, f"{line['accuracy']:.2%}", f"{line['interval']:.2%}") for name, line in heads]
+    print_table(("head", "accuracy", "± 95 %"), cells)
     rows, columns = result["features"]
     typer.echo(
         f"{rows} rows of {columns} features, {result['classes']} classes; {result['ways']}-way {result['shots']}-shot, "

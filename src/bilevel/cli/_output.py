@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ def show(result: ExperimentResult, record: ExperimentRecord) -> None:
     out.print(
         f"again:   {record.command}   ({_duration(record.minutes)} on this machine)", markup=False, soft_wrap=True
     )
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of texts."""
+    console().print(as_rich(TextTable("", columns, rows)))
 
 
 def as_rich(table: TextTable, bold: int | None = None) -> RichTable:
