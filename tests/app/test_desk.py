@@ -165,7 +165,7 @@ def test_what_the_page_saves_the_command_and_the_page_take(desk, tmp_path):
 
     from bilevel.cli._serving import desk as desk_of
 
-    again, _ = desk_of(str(file), None, None)
+    again, _ = desk_of(str(file), None)
     answer = again.ask(new.read_bytes())
     assert {one["name"]: one["probability"] for one in answer["ranked"]} == pytest.approx(expected, rel=1e-4)
     state = again.state()

@@ -113,7 +113,7 @@ def classifier(folder: Path) -> Path:
     """What `bilevel classify … --save` writes."""
     found = library.find(str(model(folder)))
     made = recognition.adapted(found, labelled(found.preparation), ["bar", "bar", "ring", "ring"])
-    made.save(folder / "kept.safetensors", recognition.facts_to_keep(found, found.preparation))
+    made.save(folder / "kept.safetensors", recognition.facts_to_save(found, found.preparation))
     for ending in library.ENDINGS:
         (folder / f"model{ending}").unlink()
     return folder / "kept.safetensors"

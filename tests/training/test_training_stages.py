@@ -96,7 +96,7 @@ def test_two_processes_run_the_same_recipe(recipe, tmp_path):
     [
         (
             COMMON + '[[stage]]\nname = "a"\nlearning_rate = 1',
-            "there is no setting learning_rate. The settings are learner",
+            "there is no setting learning_rate.*The settings are learner",
         ),
         (COMMON + '[[stage]]\nname = "a"\nsteps = "many"', "stage 'a': steps='many' is not a number"),
         (COMMON + '[[stage]]\nname = "a"\ninitial = "zoo:omniglot-5way-1shot"', "leave `initial` out"),

@@ -19,7 +19,7 @@ from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.calibration import RATES
 from bilevel.learners.classifier import FewShotClassifier
 from bilevel.learners.library import TrainedLearner
-from bilevel.learners.recognition import NoneOfThese, adapted, choose, facts_to_keep, none_of_these, trained
+from bilevel.learners.recognition import NoneOfThese, adapted, choose, facts_to_save, none_of_these, trained
 
 # The value of the model setting for which a model is chosen by the pictures.
 AUTOMATIC = "automatic"
@@ -145,7 +145,7 @@ class Desk:
             _, picture = self._picture(number)
             return encoded(picture.prepared(self._model().preparation).image) if seen else picture.shown
 
-    def keep(self, model: TrainedLearner, classifier: FewShotClassifier) -> None:
+    def use_saved(self, model: TrainedLearner, classifier: FewShotClassifier) -> None:
         """Use a saved classifier: its model, and its labelled pictures as the model saw them."""
         with self._lock:
             self._models[model.name] = DeskModel(model, model.preparation, "")
@@ -258,7 +258,7 @@ class Desk:
             made = self._classifier()
             if made is None:
                 raise BilevelError("There is no classifier to save yet. Add labelled pictures of at least two classes.")
-            return made.classifier.packed(facts_to_keep(made.model.trained, made.model.preparation))
+            return made.classifier.packed(facts_to_save(made.model.trained, made.model.preparation))
 
     def state(self) -> dict[str, Any]:
         """Everything that the page shows, as JSON types."""

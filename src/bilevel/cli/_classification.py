@@ -28,7 +28,7 @@ from bilevel.learners.recognition import (
     ModelChoice,
     adapted,
     choose,
-    facts_to_keep,
+    facts_to_save,
     none_of_these,
     saved_classifier,
     trained,
@@ -83,7 +83,7 @@ class Classification:
 
     def save(self, path: Path) -> None:
         """Write the classifier to a file that includes the labelled pictures."""
-        self.classifier.save(path, facts_to_keep(self.model, self.preparation))
+        self.classifier.save(path, facts_to_save(self.model, self.preparation))
 
     def accuracy(self) -> dict[str, Any] | None:
         """The accuracy on the queries whose class is known; None if there are none."""

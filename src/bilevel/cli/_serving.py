@@ -27,7 +27,7 @@ def desk(spec: str | None, support: Path | None) -> tuple[Desk, list[str]]:
         )
     new = Desk(AUTOMATIC if spec is None or saved is not None else spec)
     if saved is not None:
-        new.keep(*saved)
+        new.use_saved(*saved)
     return new, [] if support is None else _add_classes(new, support)
 
 

@@ -64,7 +64,7 @@ def saved_classifier(spec: str) -> tuple[TrainedLearner, FewShotClassifier] | No
     return TrainedLearner(name, classifier.learner, settings, facts, {}), classifier
 
 
-def facts_to_keep(model: TrainedLearner, preparation: Preparation) -> dict[str, Any]:
+def facts_to_save(model: TrainedLearner, preparation: Preparation) -> dict[str, Any]:
     """What `saved_classifier` needs in addition to the classifier, as JSON types."""
     facts = {"model": model.name, "settings": model.settings.plain(), "commit": commit()}
     return {**facts, "preparation": preparation.plain(), "calibrations": model.calibrations}
