@@ -240,7 +240,7 @@ def test_a_folder_that_another_run_writes_to(run):
         (["glyphs-5way-1shot", "--ways", "200"], "ways=200 needs 200 classes and there are 104"),
         (["glyphs-5way-1shot", "--shots", "10"], "shots=10 with queries=15 needs 25 different ones"),
         (["glyphs-5way-1shot", "--ways", "1"], "ways=1 must be at least 2"),
-        (["glyphs-5way-1shot", "--inner-lr", "-1"], "inner_lr=-1.0 must be positive"),
+        (["glyphs-5way-1shot", "--inner-lr", "-1"], "inner_lr=-1.0 must be above 0"),
         (["glyphs-5way-1shot", "--lr", "nan"], "lr=nan is not finite"),
         (["glyphs-5way-1shot", "--seed", "-1"], "seed=-1 must be at least 0"),
         (["glyphs-5way-1shot", "--method", "backward"], "method='backward' is unknown"),
