@@ -120,7 +120,7 @@ def test_json_and_csv_hold_the_same_probabilities_and_the_picture_is_drawn(call,
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(10**7)) > 20
 
 
-def test_the_picture_begins_with_mistakes_and_doubts(models, user):
+def test_the_picture_begins_with_mistakes_and_doubts(models, user, monkeypatch):
     save(drawing("two", 40), user / "new" / "rows" / "mistake.png")  # in the folder of another class
     torch.set_default_dtype(torch.float32)
     result = classify(str(models / "ink"), user / "known", user / "new", ClassifyOptions())
@@ -128,6 +128,10 @@ def test_the_picture_begins_with_mistakes_and_doubts(models, user):
     assert sorted(order) == list(range(10)) and result.query.names[order[0]] == "rows/mistake.png"
     certain = [result.ranked(index)[0][1] for index in order[1:]]
     assert certain == sorted(certain) and certain[0] < certain[-1]
+    ranked, asked = type(result).ranked, []
+    monkeypatch.setattr(type(result), "ranked", lambda self, index: asked.append(index) or ranked(self, index))
+    worst_first(result)
+    assert len(asked) == 10  # a picture is not ranked again for every other one
 
 
 def test_class_names_of_any_script_and_length_can_be_drawn(call, user):
