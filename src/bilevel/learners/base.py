@@ -205,12 +205,12 @@ class Learner(SavedLearner, ABC):
         return EpisodeStream(settings, data)
 
     @classmethod
-    def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
+    def for_training(cls, settings: Any, data: ImageDataset, module: nn.Module | None = None, **more: Any) -> Self:
         """A learner with new weights for a training, with the network of the settings or a module of your own."""
         height, width, channels = data.shape
-        options = cls.options_of(settings)
+        options = {"seed": settings.seed, **cls.options_of(settings), **more}
         network = options.pop("network", None)
-        return cls(network if module is None else module, (channels, height, width), seed=settings.seed, **options)
+        return cls(network if module is None else module, (channels, height, width), **options)
 
     # ------------------------------------------------------------------------------------------- parts of λ
 

@@ -178,7 +178,5 @@ class BilevelLearner(Learner):
         return task if problem.encode is None else problem.encode(self.lam, task)
 
     @classmethod
-    def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None) -> Any:
-        learner = super().for_training(settings, data, module)
-        learner.method = METHODS[settings.method]
-        return learner
+    def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None, **more: Any) -> Any:
+        return super().for_training(settings, data, module, method=METHODS[settings.method], **more)

@@ -147,19 +147,9 @@ class HyperRepresentation(Learner):
             self.lam |= {name: leaf.to(like) for name, leaf in leaves.items()}
 
     @classmethod
-    def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
-        height, width, channels = data.shape
-        options = cls.options_of(settings)
-        network = options.pop("network")
-        return cls(
-            network if module is None else module,
-            (channels, height, width),
-            seed=settings.seed,
-            class_loss=cls.class_loss_of(settings, data),
-            class_weight=settings.global_loss,
-            method=METHODS[settings.method],
-            **options,
-        )
+    def for_training(cls, settings: Any, data: ImageDataset, module: nn.Module | None = None, **more: Any) -> Self:
+        more |= {"class_loss": cls.class_loss_of(settings, data), "class_weight": settings.global_loss}
+        return super().for_training(settings, data, module, method=METHODS[settings.method], **more)
 
     @classmethod
     def class_loss_of(cls, settings: TrainingSettings, data: ImageDataset) -> ClassLoss | None:

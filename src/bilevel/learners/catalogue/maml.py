@@ -71,10 +71,10 @@ class MAML(BilevelLearner):
             self.lam[HEAD] = torch.nn.init.xavier_uniform_(weight).to(next(iter(self.lam.values())))
 
     @classmethod
-    def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None) -> Any:
+    def for_training(cls, settings: Any, data: Any, module: nn.Module | None = None, **more: Any) -> Any:
         ways = settings.ways_in_training
         options = {"head_ways": ways, "trained_ways": ways, **settings.options}
-        return super().for_training(replace(settings, options=options), data, module)
+        return super().for_training(replace(settings, options=options), data, module, **more)
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,8 @@ class Multiclass(HyperRepresentation):
     precision: str = "float32"
 
     @classmethod
-    def for_training(cls, settings: TrainingSettings, data: ImageDataset, module: nn.Module | None = None) -> Self:
-        learner = super().for_training(settings, data, module)
+    def for_training(cls, settings: Any, data: ImageDataset, module: nn.Module | None = None, **more: Any) -> Self:
+        learner = super().for_training(settings, data, module, **more)
         learner.precision = settings.precision
         return learner
 
