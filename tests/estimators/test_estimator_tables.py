@@ -1,6 +1,7 @@
 """The estimators' bilevel problems: all methods agree with each other and with scikit-learn, and use the engine."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from bilevel.estimators.hyperparameters import Tether, grouping
 from bilevel.estimators.rows_of_table import RowsOfTable
 from bilevel.estimators.search import PenaltySearch
 from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.methods.linear_models import NewtonLinear
 from bilevel.structures import LogLoss, SquaredError
 from bilevel.structures.penalties import GroupPenalties
 
@@ -55,7 +57,7 @@ def test_sums_and_rows_are_the_same_ridge(outputs, intercept):
             same(first, searched(SumsOfTable(given, y, folds, every, intercept), folds), lam)
             rows = RowsOfTable(given, y, folds, every, intercept, SquaredError())
             same(first, searched(rows, folds), lam)
-            rows.kernel = False
+            rows.make_method = NewtonLinear
             same(first, searched(rows, folds), lam)
 
 
@@ -100,7 +102,7 @@ def test_training_on_all_rows_is_scikit_learns_fit_at_equal_penalties(intercept,
     rival = LogisticRegression(C=1 / 0.7, max_iter=10_000, **settings).fit(X, codes, sample_weight=weight)
     for dense in (True, False):
         table = RowsOfTable(given, indicators, folds, shared, intercept, LogLoss())
-        table.dense, table.stale = dense, False
+        table.make_method = partial(NewtonLinear, dense=dense)
         coef, b = table.coefficients(searched(table, whole).evaluate(lam).inner, whole)
         np.testing.assert_allclose(coef.T, rival.coef_, atol=1e-5)
         np.testing.assert_allclose(b - b.mean(), rival.intercept_ - np.mean(rival.intercept_), atol=1e-5)

@@ -6,9 +6,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -107,49 +107,59 @@ class ScoringMixin:
         return float(check_scoring(self, scoring=self.scoring)(self, X, y, **weights))
 
 
-class BilevelEstimator(BaseEstimator):
+class TunedEstimator(BaseEstimator):
+    """The checks that all estimators share, and the descriptions of their parameters."""
+
+    max_iter: int
+    tol: float
+    # Texts for the docstrings of the subclasses, by placeholder. All estimators of a family share them.
+    _descriptions: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        for placeholder, text in cls._descriptions.items():
+            cls.__doc__ = (cls.__doc__ or "").replace(placeholder, text.strip())
+
+    def _check_settings(self) -> None:
+        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
+            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations. Pass an int ≥ 1.")
+        if not isinstance(self.tol, Real) or not self.tol >= 0:
+            raise BilevelError(f"tol={self.tol!r} is not a tolerance. Pass a number ≥ 0.")
+
+    def _weights(self, sample_weight: Any, X: Any) -> Array:
+        """The weight of every row of X."""
+        weight = _check_sample_weight(as_numpy(sample_weight), X, dtype=np.float64, ensure_non_negative=True)
+        if not weight.sum() > 0:
+            raise BilevelError(
+                "All sample weights are zero, so no row can be fitted. Pass at least one positive weight."
+            )
+        return weight
+
+
+# A dataclass, because its constructor stores the parameters under their names, as scikit-learn requires.
+@dataclass(eq=False, repr=False)
+class BilevelEstimator(TunedEstimator):
     """A linear model whose penalties are tuned by hypergradients of a hold-out or cross-validation criterion."""
 
-    coef_: Any
-    intercept_: Any
+    penalty: Any = "per-feature"
+    _: KW_ONLY
+    cv: Any = None
+    tether: Any = "auto"
+    fit_intercept: bool = True
+    max_iter: int = 100
+    tol: float = 1e-5
+    warm_start: bool = False
+    random_state: Any = 0
+    scoring: Any = None
+    n_jobs: int | None = None
+    verbose: bool | None = None
+
     _classes = False
     # Whether features may be standardised before the search, because the unit of a feature only changes its penalty.
     _rescales_features = True
     # The penalties of the estimator's objective are those of the inner problem times this factor.
     _alpha_unit = 1.0
-
-    def __init_subclass__(cls, **settings: Any) -> None:
-        super().__init_subclass__(**settings)
-        # The parameters mean the same for every estimator, so their description is written once.
-        for placeholder, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
-            cls.__doc__ = (cls.__doc__ or "").replace(placeholder, text.strip())
-
-    def __init__(
-        self,
-        penalty: Any = "per-feature",
-        *,
-        cv: Any = None,
-        tether: Any = "auto",
-        fit_intercept: bool = True,
-        max_iter: int = 100,
-        tol: float = 1e-5,
-        warm_start: bool = False,
-        random_state: Any = 0,
-        scoring: Any = None,
-        n_jobs: int | None = None,
-        verbose: bool | None = None,
-    ) -> None:
-        self.penalty = penalty
-        self.cv = cv
-        self.tether = tether
-        self.fit_intercept = fit_intercept
-        self.max_iter = max_iter
-        self.tol = tol
-        self.warm_start = warm_start
-        self.random_state = random_state
-        self.scoring = scoring
-        self.n_jobs = n_jobs
-        self.verbose = verbose
+    _descriptions: ClassVar[dict[str, str]] = {"{arguments}": ARGUMENTS, "{attributes}": ATTRIBUTES}
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -220,7 +230,7 @@ class BilevelEstimator(BaseEstimator):
         fit = search
         if folds.count > 1 or not folds.train.all():
             cells = np.ones((1, folds.train.shape[1]), dtype=bool)
-            fit = search.on_folds(replace(folds, train=cells, val=cells), search.max_iter, search.tol)
+            fit = search.on_folds(replace(folds, train=cells, val=cells))
             fit.evaluate(lam)
         coef, intercept = table.coefficients(fit.w, fit.folds)
         self._waiting: dict[str, Callable[[], Any]] = {
@@ -287,8 +297,9 @@ class BilevelEstimator(BaseEstimator):
             else:
                 self.tether_ = DEFAULT_TETHER
         if not again and not chooses and math.isfinite(self.tether_):
-            stages = tuple(strength for strength in TETHERS[1:] if strength > self.tether_)
-            lam = search.path(start, stages, record)[-1] if stages else start
+            for strength in TETHERS[1:]:
+                if strength > self.tether_:
+                    lam, _ = search.minimise(lam, strength, record)
         # With an infinite tether, the best shared penalty is the result.
         if again or math.isfinite(self.tether_):
             lam, self.outcome_ = search.minimise(lam, self.tether_, record)
@@ -338,29 +349,18 @@ class BilevelEstimator(BaseEstimator):
         self.cv_score_ = np.array(fold_scores)
 
     def _check_settings(self) -> None:
+        super()._check_settings()
         number = isinstance(self.tether, Real) and float(self.tether) >= 0
         if not number and not (isinstance(self.tether, str) and self.tether == "auto"):
             raise BilevelError(
                 f"tether={self.tether!r} is not possible. Pass 'auto' or a number ≥ 0 (inf for equal penalties)."
             )
-        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
-            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations. Pass an int ≥ 1.")
-        if not isinstance(self.tol, Real) or not self.tol >= 0:
-            raise BilevelError(f"tol={self.tol!r} is not a tolerance. Pass a number ≥ 0.")
 
     def _scores(self, X: Any) -> Array:
         check_is_fitted(self)
         X = validate_data(self, as_numpy(X), accept_sparse="csr", dtype=np.float64, reset=False)
-        coef, intercept = as_numpy(self.coef_), as_numpy(self.intercept_)
-        return safe_sparse_dot(X, np.asarray(coef).T, dense_output=True) + intercept
-
-    def _weights(self, sample_weight: Any, X: Any) -> Array:
-        weight = _check_sample_weight(as_numpy(sample_weight), X, dtype=np.float64, ensure_non_negative=True)
-        if not weight.sum() > 0:
-            raise BilevelError(
-                "All sample weights are zero, so no row can be fitted. Pass at least one positive weight."
-            )
-        return weight
+        coef, intercept = (np.asarray(as_numpy(getattr(self, name))) for name in ("coef_", "intercept_"))
+        return safe_sparse_dot(X, coef.T, dense_output=True) + intercept
 
 
 def _no_step(loss: Any, w: Any, state: Any, t: int) -> tuple[Any, Any]:

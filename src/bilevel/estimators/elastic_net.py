@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from bilevel.thread_pool import map_in_threads, thread_count
 RATIOS, MAX_LOGIT = (0.1, 0.5, 0.9), 6.9
 
 
+@dataclass(eq=False, repr=False)
 class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
     """The elastic net, and with `l1_ratio=1` the lasso, whose penalties are tuned by hypergradients.
 
@@ -55,38 +57,9 @@ class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
     # The two parts of the penalty scale differently with the unit of a feature.
     _rescales_features = False
 
-    def __init__(
-        self,
-        penalty: Any = "per-feature",
-        *,
-        l1_ratio: Any = 0.5,
-        positive: bool = False,
-        cv: Any = None,
-        tether: Any = "auto",
-        fit_intercept: bool = True,
-        max_iter: int = 100,
-        tol: float = 1e-5,
-        warm_start: bool = False,
-        random_state: Any = 0,
-        scoring: Any = None,
-        n_jobs: int | None = None,
-        verbose: bool | None = None,
-    ) -> None:
-        super().__init__(
-            penalty,
-            cv=cv,
-            tether=tether,
-            fit_intercept=fit_intercept,
-            max_iter=max_iter,
-            tol=tol,
-            warm_start=warm_start,
-            random_state=random_state,
-            scoring=scoring,
-            n_jobs=n_jobs,
-            verbose=verbose,
-        )
-        self.l1_ratio = l1_ratio
-        self.positive = positive
+    _: KW_ONLY
+    l1_ratio: Any = 0.5
+    positive: bool = False
 
     def _check_settings(self) -> None:
         super()._check_settings()
@@ -156,6 +129,7 @@ def _penalty_range(X: Any, y: Array, weight: Array, ratio: float) -> tuple[float
     return math.log(1e-5 * largest), math.log(1e2 * largest)
 
 
+@dataclass(eq=False, repr=False)
 class BilevelLasso(BilevelElasticNet):
     """The lasso whose penalties are tuned by hypergradients: `BilevelElasticNet` with `l1_ratio=1`.
 
@@ -176,36 +150,4 @@ class BilevelLasso(BilevelElasticNet):
     ([0, 1], True)
     """
 
-    l1_ratio = 1.0
-
-    def __init__(
-        self,
-        penalty: Any = "per-feature",
-        *,
-        positive: bool = False,
-        cv: Any = None,
-        tether: Any = "auto",
-        fit_intercept: bool = True,
-        max_iter: int = 100,
-        tol: float = 1e-5,
-        warm_start: bool = False,
-        random_state: Any = 0,
-        scoring: Any = None,
-        n_jobs: int | None = None,
-        verbose: bool | None = None,
-    ) -> None:
-        BilevelRegressor.__init__(
-            self,
-            penalty,
-            cv=cv,
-            tether=tether,
-            fit_intercept=fit_intercept,
-            max_iter=max_iter,
-            tol=tol,
-            warm_start=warm_start,
-            random_state=random_state,
-            scoring=scoring,
-            n_jobs=n_jobs,
-            verbose=verbose,
-        )
-        self.positive = positive
+    l1_ratio: Any = field(default=1.0, init=False)

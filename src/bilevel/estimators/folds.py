@@ -60,9 +60,6 @@ class Folds:
     def val_weights(self) -> Array:
         return self.val[:, self.cell] * self.weight
 
-    def _has_weight(self, cells: Array) -> bool:
-        return bool(self.weight[cells[self.cell]].sum() > 0)
-
 
 def single_fold(weight: Array) -> Folds:
     """One fold that trains on all rows and is evaluated on all of them, for the leave-one-out error."""
@@ -70,16 +67,7 @@ def single_fold(weight: Array) -> Folds:
     return Folds(np.zeros(len(weight), dtype=int), cells, cells, weight)
 
 
-def split(
-    cv: Any,
-    X: Any,
-    y: Array,
-    weight: Array,
-    *,
-    classes: bool,
-    random_state: Any,
-    groups: Any = None,
-) -> Folds:
+def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_state: Any, groups: Any = None) -> Folds:
     """The folds of the estimator's argument `cv`.
 
     Args:
@@ -101,12 +89,9 @@ def split(
         val_mask[k, _as_indices(val, len(y))] = True
     signatures, cell = np.unique(np.vstack([train_mask, val_mask]).T, axis=0, return_inverse=True)
     folds = Folds(cell.reshape(-1), signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
-    empty = [
-        k for k in range(folds.count) if not folds._has_weight(folds.train[k]) or not folds._has_weight(folds.val[k])
-    ]
-    if empty:
+    for k in np.flatnonzero((folds.train_weights().sum(1) <= 0) | (folds.val_weights().sum(1) <= 0)):
         raise BilevelError(
-            f"Fold {empty[0]} of cv={cv!r} has no row with a positive sample weight to train on, or none to be "
+            f"Fold {k} of cv={cv!r} has no row with a positive sample weight to train on, or none to be "
             "evaluated on. Pass fewer folds, or positive weights for more rows."
         )
     return folds

@@ -78,24 +78,41 @@ class PartOfMixture(FunctionOfLam):
         return lam[0].exp() * torch.sigmoid(lam[1] if self.absolute else -lam[1])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tether(FunctionOfLam):
     """2c Σ log cosh(λ_g − mean λ), with a weight c: the distance of the log penalties from their mean.
 
-    It is quadratic near zero and linear far distance, like a Huber loss. So a few penalties can become very large
-    (those of features that are noise), while many small differences, which overfitting causes, are reduced.
+    It is quadratic for small distances and linear for large ones, like a Huber loss. So a few penalties can become very
+    large (those of features that are noise), while many small differences, which overfitting causes, are reduced. In
+    the units of a log-likelihood of n rows, c = 1/n is the prior density 1/cosh of each log penalty around the mean.
+
+    Args:
+        kinds: the kind of every penalty: 0, 1, …. Each kind has a mean of its own. None is one kind.
     """
+
+    kinds: Array | None = None
 
     def __call__(self, lam: Tensor, *data: Any) -> Tensor:
         (weight,) = data
-        distance = lam - lam.mean()
+        if self.kinds is None:
+            distance = lam - lam.mean()
+        else:
+            kinds = torch.from_numpy(self.kinds)
+            sums = lam.new_zeros(int(kinds.max()) + 1).index_add(0, kinds, lam)
+            distance = lam - (sums / torch.bincount(kinds))[kinds]
         return weight * 2 * (torch.logaddexp(distance, -distance) - math.log(2)).sum()
 
     def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
         # With numpy, because torch takes three times as long for so few numbers.
         distance, weight = lam.detach().numpy(), 2 * float(data[0])
-        distance = distance - distance.mean()
+        distance = distance - self._means(distance)
         slope = np.tanh(distance)
-        slope = weight * (slope - slope.mean())
+        slope = weight * (slope - self._means(slope))
         value = weight * (np.logaddexp(distance, -distance) - math.log(2)).sum()
         return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)
+
+    def _means(self, numbers: Array) -> Any:
+        """The mean over the kind of each number."""
+        if self.kinds is None:
+            return numbers.mean()
+        return (np.bincount(self.kinds, numbers) / np.bincount(self.kinds))[self.kinds]

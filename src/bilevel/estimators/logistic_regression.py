@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from bilevel.estimators.tensors import as_numpy, like
 from bilevel.structures.losses import LogLoss
 
 
+@dataclass(eq=False, repr=False)
 class BilevelLogisticRegression(ScoringMixin, ClassScores, BilevelEstimator):
     """Logistic regression, binary or multinomial, whose penalties are tuned by hypergradients.
 
@@ -45,36 +47,8 @@ class BilevelLogisticRegression(ScoringMixin, ClassScores, BilevelEstimator):
 
     _classes = True
 
-    def __init__(
-        self,
-        penalty: Any = "per-feature",
-        *,
-        class_weight: Any = None,
-        cv: Any = None,
-        tether: Any = "auto",
-        fit_intercept: bool = True,
-        max_iter: int = 100,
-        tol: float = 1e-5,
-        warm_start: bool = False,
-        random_state: Any = 0,
-        scoring: Any = None,
-        n_jobs: int | None = None,
-        verbose: bool | None = None,
-    ) -> None:
-        super().__init__(
-            penalty,
-            cv=cv,
-            tether=tether,
-            fit_intercept=fit_intercept,
-            max_iter=max_iter,
-            tol=tol,
-            warm_start=warm_start,
-            random_state=random_state,
-            scoring=scoring,
-            n_jobs=n_jobs,
-            verbose=verbose,
-        )
-        self.class_weight = class_weight
+    _: KW_ONLY
+    class_weight: Any = None
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
         """Tune the penalties, then fit all rows with them.

@@ -50,20 +50,12 @@ def corrected_losses(rows: HeldOutRows, loss: RowLoss, tether: Tensor, mean: boo
         mean: whether the tether is relative to the mean of λ.
     """
     scores, y = rows.scores.mT[None], rows.y.mT
-    curvature, slope = _curvatures(loss, scores, y), loss.slopes(scores, y)[0].mT
+    curvature, slope = loss.hessians(scores, y), loss.slopes(scores, y)[0].mT
     leverage = _leverages(rows.slopes, curvature * rows.weight[:, None, None], tether, mean)
     count = float((rows.weight * (curvature * leverage.mT).sum((1, 2))).sum())
     matrix = torch.eye(leverage.shape[1], dtype=leverage.dtype) - curvature @ leverage
     change = (leverage @ torch.linalg.solve(matrix, slope[:, :, None]))[:, :, 0]
     return loss.values(scores + change.mT[None], y)[0], count
-
-
-def _curvatures(loss: RowLoss, scores: Tensor, y: Tensor) -> Tensor:
-    """V_i, items × outputs × outputs."""
-    outputs = scores.shape[1]
-    units = torch.eye(outputs, dtype=scores.dtype)
-    columns = [loss.hessian_times(scores, y, unit[:, None].expand_as(scores))[0] for unit in units]
-    return torch.stack(columns).permute(2, 0, 1)
 
 
 def _leverages(slopes: Tensor, curvature: Tensor, tether: Tensor, mean: bool) -> Tensor:

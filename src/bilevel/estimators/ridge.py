@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ MAX_STD_FEATURES = 1000
 PER_TARGET = ("_waiting", "_settled", "_last", "history_", "method_", "outcome_", "cv_score_")
 
 
+@dataclass(eq=False, repr=False)
 class BilevelRidge(ScoringMixin, RegressorMixin, BilevelRegressor):
     """Ridge regression whose penalties are tuned by hypergradients.
 
@@ -55,36 +57,8 @@ class BilevelRidge(ScoringMixin, RegressorMixin, BilevelRegressor):
     True
     """
 
-    def __init__(
-        self,
-        penalty: Any = "per-feature",
-        *,
-        alpha_per_target: bool = False,
-        cv: Any = None,
-        tether: Any = "auto",
-        fit_intercept: bool = True,
-        max_iter: int = 100,
-        tol: float = 1e-5,
-        warm_start: bool = False,
-        random_state: Any = 0,
-        scoring: Any = None,
-        n_jobs: int | None = None,
-        verbose: bool | None = None,
-    ) -> None:
-        super().__init__(
-            penalty,
-            cv=cv,
-            tether=tether,
-            fit_intercept=fit_intercept,
-            max_iter=max_iter,
-            tol=tol,
-            warm_start=warm_start,
-            random_state=random_state,
-            scoring=scoring,
-            n_jobs=n_jobs,
-            verbose=verbose,
-        )
-        self.alpha_per_target = alpha_per_target
+    _: KW_ONLY
+    alpha_per_target: bool = False
 
     def _folds(self, X: Any, y: Array, weight: Array, groups: Grouping, rows: Any) -> Folds:
         # With more penalties than rows, the leave-one-out error can be overfitted completely. Folds overfit less.

@@ -19,8 +19,8 @@ from bilevel.methods.linear_models.kernel_equations import KernelEquations
 from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.problem import Problem, Task
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.leave_one_out import LeaveOneOut
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.outer_objectives import LeaveOneOut
 from bilevel.structures.rows import row_kernel, weighted_gram
 
 # The leave-one-out error is used if an evaluation takes at most this number of floating-point operations.
@@ -62,14 +62,14 @@ class RowsLeftOut(FoldedTable):
     def method(self, tol: float) -> Method:
         return KernelEquations() if self.wide else NormalEquations()
 
-    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
+    def task(self, folds: Folds) -> Task:
         rows = torch.from_numpy(np.flatnonzero(folds.train_weights()[0]))
         X, y, weight = self.X[rows], self.y[:, rows], self.weight[rows]
         share = weight / weight.sum()
         if self.intercept:
             X, y = X - share @ X, y - (y @ share)[:, None]
         intercept_leverage = share if self.intercept else torch.zeros_like(share)
-        val = (X, y, weight, intercept_leverage, torch.tensor(tether_weight, dtype=X.dtype))
+        val = (X, y, weight, intercept_leverage, X.new_zeros(()))
         if self.wide:
             return Task((X, y, weight[None]), val)
         return Task((weighted_gram(X, weight)[None], ((weight * y) @ X)[None]), val)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedR
 from bilevel.methods.linear_models.row_span import RowSpan
 from bilevel.methods.linear_models.stale_newton import StaleNewton
 from bilevel.problem import Problem, Task
-from bilevel.structures.held_out import HeldOutLoss
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
+from bilevel.structures.outer_objectives import HeldOutLoss
 from bilevel.structures.rows import feature_sums
 
 # With more features than rows, models are fitted in the span of the rows, up to this number of rows.
@@ -42,51 +44,42 @@ class RowsOfTable(FoldedTable):
         self.loss, self.model = loss, LinearModels(loss, self.penalties, intercept)
         (rows, features), outputs = X.shape, len(self.y)
         shape = torch.Size((folds.count, outputs, features + intercept))
-        size, self.kernel = shape[1] * shape[2], isinstance(loss, SquaredError) and rows <= MAX_DENSE_FEATURES
         self.problem = Problem(
             self.model,
             HeldOutLoss(self.model, Tether()),
             init=lambda lam: lam.new_zeros(1, *shape[1:]),
             check_derivatives=False,
         )
-        self.dense = hessians_are_small(rows, shape)
-        self.span = not self.kernel and rows < features and rows <= MAX_SPAN_ROWS
-        # Whether factorising Hessians takes less time than the products with X that this saves.
-        self.stale = not self.dense and not sparse.issparse(X) and size <= min(20 * rows**0.5, MAX_DENSE_FEATURES)
-        self.factorises = self.dense or self.kernel or self.span or self.stale
-        if self.kernel:
-            self.reason = (
-                f"Implicit differentiation of the kernel equations (up to {rows} × {rows}, one Cholesky factor per "
-                f"fold): features ({features}) outnumber rows."
-            )
-            return
-        if self.span:
-            self.reason = (
-                f"Implicit differentiation at the minimiser that Newton's method finds in the span of the {rows} rows: "
-                f"features ({features}) outnumber them."
-            )
-            return
-        self.reason = "Implicit differentiation at the minimiser" + (
-            f" that Newton's method finds, with one factorised Hessian ({size} × {size}) per fold: it is small enough "
-            "to build."
-            if self.dense
-            else f" that Newton's method finds, with a Hessian of {size} × {size} per fold that is updated only when "
-            "needed."
-            if self.stale
-            else f" that Newton's method finds, with conjugate gradients: Hessians of {size} × {size} would cost more "
-            "than products with X."
-        )
+        size, newton = shape[1] * shape[2], "at the minimiser that Newton's method finds"
+        self.make_method: Callable[[float], Method]
+        if isinstance(loss, SquaredError) and rows <= MAX_DENSE_FEATURES:
+            self.make_method = lambda tol: KernelEquations()
+            how = f"of the kernel equations (up to {rows} × {rows}, one Cholesky factor per fold): features "
+            how += f"({features}) outnumber rows."
+        elif rows < features and rows <= MAX_SPAN_ROWS:
+            self.make_method = RowSpan
+            how = f"{newton} in the span of the {rows} rows: features ({features}) outnumber them."
+        elif hessians_are_small(rows, shape):
+            self.make_method = partial(NewtonLinear, dense=True)
+            how = f"{newton}, with one factorised Hessian ({size} × {size}) per fold: it is small enough to build."
+        elif not sparse.issparse(X) and size <= min(20 * rows**0.5, MAX_DENSE_FEATURES):
+            # Factorising Hessians takes less time than the products with X that this saves.
+            self.make_method = StaleNewton
+            how = f"{newton}, with a Hessian of {size} × {size} per fold that is updated only when needed."
+        else:
+            self.make_method, self.factorises = partial(NewtonLinear, dense=False), False
+            how = f"{newton}, with conjugate gradients: Hessians of {size} × {size} would cost more than products "
+            how += "with X."
+        self.reason = f"Implicit differentiation {how}"
 
     def method(self, tol: float) -> Method:
-        if self.kernel or self.span:
-            return KernelEquations() if self.kernel else RowSpan(tol)
-        return StaleNewton(tol) if self.stale else NewtonLinear(tol, dense=self.dense)
+        return self.make_method(tol)
 
-    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
+    def task(self, folds: Folds) -> Task:
         train, val = (torch.from_numpy(part) for part in (folds.train_weights(), folds.val_weights()))
         if self.mean:
             train = train / train.sum(1, keepdim=True)
-        return Task((self.X, self.y, train), (self.X, self.y, val, torch.tensor(tether_weight, dtype=val.dtype)))
+        return Task((self.X, self.y, train), (self.X, self.y, val, val.new_zeros(())))
 
     def rows_of_folds(self, index: Tensor, folds: Folds) -> tuple[Tensor, Tensor]:
         rows = self.dense_rows(index)
@@ -103,11 +96,11 @@ class RowsOfTable(FoldedTable):
 
     def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         rows = PenalisedRows(self.model, task.train, lam)
-        if self.kernel:
+        method = self.method(1.0)
+        if isinstance(method, KernelEquations):
             return self._kernel_curvature(rows), None
-        if self.span:
-            return None, None
-        if len(w) * len(self.weight) * w[0].numel() * max(w[0].numel(), 100) > CERTIFICATE_OPERATIONS:
+        size = w[0].numel()
+        if isinstance(method, RowSpan) or w.numel() * len(self.weight) * max(size, 100) > CERTIFICATE_OPERATIONS:
             return None, None
         return extremes(rows.hessians(rows.scores(w)))
 

@@ -87,9 +87,9 @@ class PenaltySearch:
         self.w = table.start(self.task)
         self.last: Hypergradient | None = None
 
-    def on_folds(self, folds: Folds, max_iter: int, tol: float) -> PenaltySearch:
+    def on_folds(self, folds: Folds) -> PenaltySearch:
         """A search on other folds of the same table. It starts from the mean of the coefficients of these folds."""
-        other = PenaltySearch(self.table, folds, self.count, self.box, max_iter, tol)
+        other = PenaltySearch(self.table, folds, self.count, self.box, self.max_iter, self.tol)
         other.shared_value = self.shared_value
         other.w = self.w.mean(0).expand_as(other.w)
         return other
@@ -141,13 +141,6 @@ class PenaltySearch:
             return self.value(lam)
         except DivergenceError:
             return math.inf
-
-    def path(self, start: Tensor, tethers: tuple[float, ...], record: SearchRecord | None = None) -> list[Tensor]:
-        """λ for every tether. Each search starts from the λ before it."""
-        lams: list[Tensor] = []
-        for strength in tethers:
-            lams.append(self.minimise(lams[-1] if lams else start, strength, record)[0])
-        return lams
 
     def minimise(self, start: Tensor, strength: float, record: SearchRecord | None = None) -> tuple[Tensor, Outcome]:
         """The λ that minimises f + strength·f₀/n·tether, and the outcome. A strength of ∞ keeps all entries equal."""

@@ -19,8 +19,8 @@ from bilevel.estimators.tables import MAX_DENSE_FEATURES, Curvature, FoldedTable
 from bilevel.methods.linear_models.active_set import ActiveSet
 from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.problem import Problem, Task
-from bilevel.structures.held_out import HeldOutSquares
 from bilevel.structures.least_squares import LeastSquares
+from bilevel.structures.outer_objectives import HeldOutSquares
 from bilevel.structures.penalties import FunctionOfLam
 from bilevel.structures.rows import GramOfRows, feature_sums, row_scores, weighted_gram
 
@@ -119,13 +119,13 @@ class SumsOfTable(FoldedTable):
         mask = torch.from_numpy(members.astype(float))
         return [torch.tensordot(mask, parts, 1) for parts in self.cells]
 
-    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
+    def task(self, folds: Folds) -> Task:
         train, val = self._sum(folds.train), self._sum(folds.val)
         *_, x, y, weight = train
         x_mean, y_mean = x / weight[:, None], y / weight[:, None]
         if not self.intercept:
             x_mean, y_mean = torch.zeros_like(x_mean), torch.zeros_like(y_mean)
-        tether, total = torch.tensor(tether_weight, dtype=weight.dtype), folds.total
+        tether, total = weight.new_zeros(()), folds.total
         unit = weight if self.l1_ratio is not None else torch.ones_like(weight)
         gram, moments, _ = _centred(train, x_mean, y_mean)
         moments = moments / unit[:, None, None]

@@ -64,11 +64,13 @@ class FoldedTable(ABC):
     def __init__(self, X: Any, y: Array, folds: Folds, groups: Grouping, intercept: bool) -> None:
         self.X = X.tocsr() if sparse.issparse(X) else torch.from_numpy(X)
         self.y, self.weight = torch.from_numpy(np.ascontiguousarray(y.T)), torch.from_numpy(folds.weight)
-        self.penalties, self.intercept = group_penalties(groups, X.shape[1]), intercept
+        self.intercept, features = intercept, X.shape[1]
+        per_feature = np.array_equal(groups.of, np.arange(features))
+        self.penalties = GroupPenalties(features, None if per_feature else torch.from_numpy(groups.of))
 
     @abstractmethod
-    def task(self, folds: Folds, tether_weight: float = 0.0) -> Task:
-        """The data of these folds. `tether_weight` is the c of the tether."""
+    def task(self, folds: Folds) -> Task:
+        """The data of these folds. The last entry of its `val` is the c of the tether, 0."""
 
     @abstractmethod
     def start(self, task: Task) -> Tensor:
@@ -147,11 +149,6 @@ class FoldedTable(ABC):
     @abstractmethod
     def curvature(self, lam: Tensor, task: Task, w: Tensor) -> Curvature:
         """Bounds on the curvature of the inner objective at w. A bound is None if it would take too long."""
-
-
-def group_penalties(groups: Grouping, features: int) -> GroupPenalties:
-    per_feature = groups.count == features and np.array_equal(groups.of, np.arange(features))
-    return GroupPenalties(features, None if per_feature else torch.from_numpy(groups.of))
 
 
 def extremes(matrices: Tensor) -> Curvature:

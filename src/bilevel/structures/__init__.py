@@ -8,13 +8,11 @@ speed.
 
 from __future__ import annotations
 
-from bilevel.structures.held_out import HeldOutLoss, HeldOutSquares
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.leave_one_out import LeaveOneOut
-from bilevel.structures.left_out import LeftOutLoss
 from bilevel.structures.linear_classifiers import LinearClassifiers
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import GammaDeviance, LogLoss, PoissonDeviance, SquaredError
+from bilevel.structures.outer_objectives import HeldOutLoss, HeldOutSquares, LeaveOneOut, LeftOutLoss
 from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
 from bilevel.structures.rows import GramOfRows
 

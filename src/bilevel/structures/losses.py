@@ -44,6 +44,17 @@ class RowLoss(ABC):
     def hessian_times(self, scores: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """The second derivative in the scores, times v, which has the shape of the scores."""
 
+    def hessian_column(self, scores: Tensor, y: Tensor, output: int) -> Tensor:
+        """The column of the second derivative that belongs to an output, in the shape of the scores."""
+        unit = scores.new_zeros(scores.shape[-2], 1)
+        unit[output] = 1
+        return self.hessian_times(scores, y, unit.expand_as(scores))
+
+    def hessians(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The second derivative for every row of the first fold, of shape rows × outputs × outputs."""
+        columns = [self.hessian_column(scores, y, output)[0] for output in range(scores.shape[-2])]
+        return torch.stack(columns).permute(2, 0, 1)
+
 
 @dataclass(frozen=True)
 class SquaredError(RowLoss):

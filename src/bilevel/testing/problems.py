@@ -13,9 +13,9 @@ from bilevel.dynamics.base import Dynamics, gradient_step
 from bilevel.engine.method import Part
 from bilevel.problem import Problem, Task
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.left_out import LeftOutLoss
 from bilevel.structures.linear_classifiers import LinearClassifiers
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.outer_objectives import LeftOutLoss
 from bilevel.tasks.minibatches import Minibatches
 from bilevel.trees import Tree
 

@@ -138,6 +138,16 @@ def test_settings_that_cannot_work_say_what_to_write(settings, sentence):
         BilevelAdditiveRegressor(**settings).fit(X, y)
 
 
+def test_a_constant_column_has_no_effect_and_cannot_be_in_a_pair():
+    X, y = table(60)
+    X = X.assign(d=1.0)
+    effect = BilevelAdditiveRegressor(pairs=0).fit(X, y).effect("d", points=7)
+    assert effect.grid.shape == effect.mean.shape == effect.deviation.shape == (7,)
+    assert not effect.mean.any() and effect.missing is None
+    with pytest.raises(BilevelError, match="'d' is constant"):
+        BilevelAdditiveRegressor(pairs=[("a", "d")]).fit(X, y)
+
+
 def test_a_picture_has_a_panel_for_every_term(fitted):
     model, *_ = fitted
     figure = model.plot()

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Integral, Real
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, _check_y, check_consistent_length, check_is_fitted
+from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
-from bilevel.estimators.additive.columns import as_categories, read_columns
+from bilevel.estimators.additive.columns import as_categories, position, read_columns
 from bilevel.estimators.additive.design import Design, Piece, candidates, feature_limit
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
-from bilevel.estimators.additive.terms import REACH, NumericTerm
+from bilevel.estimators.additive.terms import REACH, NumericTerm, PairTerm
 from bilevel.estimators.additive.tuning import (
     PENALTY_UNIT,
+    Criterion,
     KindLevels,
-    LeftOut,
     TunedPenalties,
     grouped,
     tune_each,
     tune_kinds,
 )
+from bilevel.estimators.base import TunedEstimator
 from bilevel.estimators.folds import Array
 from bilevel.estimators.search import SearchRecord
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
@@ -71,34 +72,21 @@ ATTRIBUTES = """Attributes:
 """
 
 
-class BilevelAdditive(BaseEstimator):
+@dataclass(eq=False, repr=False)
+class BilevelAdditive(TunedEstimator):
     """An additive model whose penalties are tuned by hypergradients of its leave-one-out loss."""
 
-    def __init_subclass__(cls, **settings: Any) -> None:
-        super().__init_subclass__(**settings)
-        for placeholder, text in (("{arguments}", ARGUMENTS), ("{attributes}", ATTRIBUTES)):
-            cls.__doc__ = (cls.__doc__ or "").replace(placeholder, text.strip())
+    _: KW_ONLY
+    pairs: Any = "auto"
+    categorical: Any = "auto"
+    monotone: Any = None
+    tether: float = 10.0
+    max_iter: int = 30
+    tol: float = 1e-3
+    random_state: Any = 0
+    verbose: bool | None = None
 
-    def __init__(
-        self,
-        *,
-        pairs: Any = "auto",
-        categorical: Any = "auto",
-        monotone: Any = None,
-        tether: float = 10.0,
-        max_iter: int = 30,
-        tol: float = 1e-3,
-        random_state: Any = 0,
-        verbose: bool | None = None,
-    ) -> None:
-        self.pairs = pairs
-        self.categorical = categorical
-        self.monotone = monotone
-        self.tether = tether
-        self.max_iter = max_iter
-        self.tol = tol
-        self.random_state = random_state
-        self.verbose = verbose
+    _descriptions: ClassVar[dict[str, str]] = {"{arguments}": ARGUMENTS, "{attributes}": ATTRIBUTES}
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -111,14 +99,6 @@ class BilevelAdditive(BaseEstimator):
         y = _check_y(y, estimator=self)
         check_consistent_length(columns[0], y)
         return y
-
-    def _weights(self, sample_weight: Any, columns: list[Array]) -> Array:
-        weight = _check_sample_weight(sample_weight, columns[0], dtype=np.float64, ensure_non_negative=True)
-        if not weight.sum() > 0:
-            raise BilevelError(
-                "All sample weights are zero, so no row can be fitted. Pass at least one positive weight."
-            )
-        return weight
 
     def _tune(self, names: list[str], columns: list[Array], outputs: Array, weight: Array, loss: RowLoss) -> None:
         """Choose terms and penalties, and fit the coefficients to all rows.
@@ -146,37 +126,37 @@ class BilevelAdditive(BaseEstimator):
         sample = self._tuning_rows(len(weight))
         rows = np.arange(len(weight)) if sample is None else sample
         self._names = names
-        self._signs = signs(self.monotone, self._position)
+        self._signs = signs(self.monotone, names)
         max_features = feature_limit(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
         design = Design(columns, weight, _relevance(columns, outputs, weight), max_features)
         blocks = design.blocks(columns)
         record = SearchRecord(lambda n, value: show(f"{model_name}: {n} hypergradients, criterion {value:.6g}"))
         search = LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP)
 
-        def tune_levels(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, LeftOut, KindLevels]:
+        def tune_levels(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, Criterion, KindLevels]:
             reduction = Reduction(X, design.pieces(), weight)
-            left_out = LeftOut(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
-            return reduction, left_out, tune_kinds(left_out, reduction.pieces, search, smaller)
+            criterion = Criterion(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
+            return reduction, criterion, tune_kinds(criterion, reduction.pieces, search, smaller)
 
         X = design.matrix(blocks)
         if X.shape[1] == 0:
             raise BilevelError(
                 "Every column is constant, so there is nothing to fit. Pass columns with at least two values."
             )
-        reduction, left_out, levels = tune_levels(X)
+        reduction, criterion, levels = tune_levels(X)
         importance = self._importance(design, X, reduction.expand(levels.tuned.w, X.shape[1]), weight)
         chosen = self._chosen_pairs(design, importance[: len(design.terms)], max_features - reduction.size)
         if chosen:
-            design.add_pairs(chosen, blocks, weight)
+            design.pairs = [PairTerm(i, j, design.terms, blocks, weight) for i, j in chosen]
             X_pairs = design.matrix(blocks)
             with_pairs = tune_levels(X_pairs, levels)
             if self.pairs != "auto" or with_pairs[2].tuned.value < MAX_RATIO * levels.tuned.value:
-                X, (reduction, left_out, levels) = X_pairs, with_pairs
+                X, (reduction, criterion, levels) = X_pairs, with_pairs
             else:
                 design.pairs = []
-        tuned = tune_each(left_out, reduction.pieces, float(self.tether), search, levels)
+        tuned = tune_each(criterion, reduction.pieces, float(self.tether), search, levels)
         self._design, self._pieces = design, design.pieces()
-        all_rows = LeftOut(reduction.features(X), outputs, weight, loss)
+        all_rows = Criterion(reduction.features(X), outputs, weight, loss)
         own, _, kinds, _ = grouped(reduction.pieces)
         self.outcome_ = tuned.outcome
         if sample is not None:
@@ -186,10 +166,10 @@ class BilevelAdditive(BaseEstimator):
         self.method_ = f"{type(all_rows.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
         if self._signs:
             tuned.w = self._constrained(all_rows, tuned, reduction, all_rows.problem(own, kinds))
-        self._seen = [column if column.dtype == np.float64 else None for column in columns]
+        self._training_columns = [column if column.dtype == np.float64 else None for column in columns]
         self._finish(all_rows, tuned, reduction, X, own)
 
-    def _constrained(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
+    def _constrained(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
         """The coefficients under the constraints of `monotone`."""
         if all_rows.outputs.shape[1] > 1:
             raise BilevelError(
@@ -220,7 +200,7 @@ class BilevelAdditive(BaseEstimator):
             lift(w, self._design.terms[index], sign, reduction, term_slices(self._pieces).get(index))
         return torch.from_numpy(w)[None]
 
-    def _finish(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
+    def _finish(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
         """Set the coefficients, the penalties, the importances and the covariance of the coefficients."""
         size = X.shape[1]
         self._coef = reduction.expand(tuned.w, size)
@@ -236,7 +216,7 @@ class BilevelAdditive(BaseEstimator):
         self.importance_ = dict(zip(labels, importance.tolist(), strict=True))
         self._keep_covariance(all_rows, tuned, reduction, alpha[own])
 
-    def _keep_covariance(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         raise NotImplementedError
 
     def _importance(self, design: Design, X: Array, coef: Array, weight: Array) -> Array:
@@ -254,18 +234,18 @@ class BilevelAdditive(BaseEstimator):
             return candidates(design, importance, PAIRED_TERMS, set(self._signs), room)
         if isinstance(self.pairs, (int, np.integer)):
             return []
-        chosen = [(self._position(one), self._position(two)) for one, two in self.pairs]
-        both = [self._names[k] for pair in chosen for k in pair if k in self._signs]
-        if both:
-            raise BilevelError(f"Column {both[0]!r} is in monotone= and in pairs=. Leave it out of one of them.")
-        return chosen
 
-    def _position(self, key: Any) -> int:
-        if isinstance(key, (int, np.integer)) and 0 <= key < len(self._names):
-            return int(key)
-        if str(key) in self._names:
-            return self._names.index(str(key))
-        raise BilevelError(f"{key!r} is not a column. The columns are {', '.join(self._names[:20])}.")
+        def paired(key: Any) -> int:
+            k = position(key, "pairs", self._names)
+            if k in self._signs:
+                raise BilevelError(
+                    f"Column {self._names[k]!r} is in monotone= and in pairs=. Leave it out of one of them."
+                )
+            if not design.terms[k].parts:
+                raise BilevelError(f"Column {self._names[k]!r} is constant. Leave it out of pairs=.")
+            return k
+
+        return [(paired(one), paired(two)) for one, two in self.pairs]
 
     def _tuning_rows(self, count: int) -> Array | None:
         if count <= TUNING_ROWS:
@@ -273,14 +253,11 @@ class BilevelAdditive(BaseEstimator):
         return np.sort(check_random_state(self.random_state).permutation(count)[:TUNING_ROWS])
 
     def _check_settings(self) -> None:
+        super()._check_settings()
         if not isinstance(self.tether, Real) or not float(self.tether) >= 0:
             raise BilevelError(
                 f"tether={self.tether!r} is not possible. Pass a number ≥ 0 (inf for one penalty per kind)."
             )
-        if not isinstance(self.max_iter, Integral) or self.max_iter < 1:
-            raise BilevelError(f"max_iter={self.max_iter!r} is not a number of iterations. Pass an int ≥ 1.")
-        if not isinstance(self.tol, Real) or not self.tol >= 0:
-            raise BilevelError(f"tol={self.tol!r} is not a tolerance. Pass a number ≥ 0.")
         auto = isinstance(self.pairs, str) and self.pairs == "auto"
         none = isinstance(self.pairs, (int, np.integer)) and self.pairs == 0
         listed = isinstance(self.pairs, (list, tuple)) and all(
@@ -289,12 +266,9 @@ class BilevelAdditive(BaseEstimator):
         if not auto and not none and not listed:
             raise BilevelError(f"pairs={self.pairs!r} is not possible. Pass 'auto', 0, or a list of pairs of columns.")
 
-    def _check_fitted(self) -> None:
-        check_is_fitted(self)
-
     def _features(self, X: Any, reach: float = REACH) -> Array:
         """The features of new rows, about the means of the training rows; `reach` as for `NumericTerm.features`."""
-        self._check_fitted()
+        check_is_fitted(self)
         names, columns = read_columns(self, X, self.categorical, reset=False)
         for j, (column, term) in enumerate(zip(columns, self._design.terms, strict=True)):
             wanted = isinstance(term, NumericTerm)

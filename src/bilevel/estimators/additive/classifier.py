@@ -13,7 +13,7 @@ from typing_extensions import Self
 from bilevel.estimators.additive.columns import read_columns
 from bilevel.estimators.additive.effects import BAND_FACTOR, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
-from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties, grouped
+from bilevel.estimators.additive.tuning import Criterion, TunedPenalties, grouped
 from bilevel.estimators.class_scores import ClassScores
 from bilevel.estimators.folds import Array
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
@@ -47,12 +47,12 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
         names, columns = read_columns(self, X, self.categorical, reset=True)
         y = self._target(y, columns)
         check_classification_targets(y)
-        weight = self._weights(sample_weight, columns)
+        weight = self._weights(sample_weight, columns[0])
         _, outputs = self._indicators(y, weight)
         self._tune(names, columns, outputs, weight, LogLoss())
         return self
 
-    def _keep_covariance(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         """Set the covariance of every output's coefficients, for the bands of the effects."""
         own, _, kinds, _ = grouped(reduction.pieces)
         model = all_rows.problem(own, kinds).inner
@@ -63,4 +63,4 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
         starts = range(0, len(inverse), size + 1)
         self._inverses = np.stack([inverse[at : at + size, at : at + size] for at in starts])
         self._deviation, self._points_are_residuals = 1.0, False
-        self._left = np.zeros((len(all_rows.weight), len(self._inverses)))
+        self._residuals = np.zeros((len(all_rows.weight), len(self._inverses)))

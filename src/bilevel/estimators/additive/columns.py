@@ -33,8 +33,10 @@ def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tu
         )
         names = [f"x{j}" for j in range(values.shape[1])]
         arrays = [_from_array(values[:, j]) for j in range(values.shape[1])]
-    for j in _positions(categorical, names):
-        arrays[j] = as_categories(arrays[j])
+    if not isinstance(categorical, str) or categorical != "auto":
+        for key in np.atleast_1d(np.asarray(categorical, dtype=object)):
+            j = position(key, "categorical", names)
+            arrays[j] = as_categories(arrays[j])
     numeric = [array for array in arrays if array.dtype == np.float64]
     if numeric:
         # Refuses infinite numbers with scikit-learn's error message.
@@ -86,18 +88,10 @@ def _is_missing(value: Any) -> bool:
     return type(value).__name__ in ("NAType", "NaTType")
 
 
-def _positions(categorical: Any, names: list[str]) -> list[int]:
-    """The positions of the columns that `categorical` lists."""
-    if isinstance(categorical, str) and categorical == "auto":
-        return []
-    positions = []
-    for key in np.atleast_1d(np.asarray(categorical, dtype=object)):
-        if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < len(names):
-            positions.append(int(key))
-        elif str(key) in names:
-            positions.append(names.index(str(key)))
-        else:
-            raise BilevelError(
-                f"categorical lists {key!r}, which is not a column. The columns are {', '.join(names[:20])}."
-            )
-    return positions
+def position(key: Any, argument: str, names: list[str], kind: str = "column") -> int:
+    """The position of the column or term that an argument gives by its name or its position."""
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < len(names):
+        return int(key)
+    if str(key) in names:
+        return names.index(str(key))
+    raise BilevelError(f"{key!r} in {argument}= is not a {kind}. The {kind}s are {', '.join(names[:20])}.")

@@ -75,9 +75,6 @@ class Design:
                 at, penalties = at + part.size, max(penalties, penalty + 1)
         return pieces
 
-    def add_pairs(self, chosen: list[tuple[int, int]], blocks: list[list[Array]], weight: Array) -> None:
-        self.pairs = [PairTerm(i, j, self.terms, blocks, weight) for i, j in chosen]
-
 
 def feature_limit(rows: int, outputs: int, squares: bool) -> int:
     """The largest number of features for which an evaluation is fast enough.

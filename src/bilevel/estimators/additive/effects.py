@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sklearn.utils.validation import check_is_fitted
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.base import BilevelAdditive, term_slices
-from bilevel.estimators.additive.terms import CategoryTerm, PairTerm
+from bilevel.estimators.additive.columns import position
+from bilevel.estimators.additive.terms import CategoryTerm
 from bilevel.estimators.folds import Array
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 
 # Bands are computed with penalties smaller by this factor, because the tuned penalties are uncertain. On three
-# functions of 100 rows, these bands contain the true curve at 93 % to 96 % of its points; at the tuned penalties, at 89
-# % to 94 %.
+# functions of 100 rows, these bands contain the true curve at 93 to 96 % of its points. At the tuned penalties it is
+# 89 to 94 %.
 BAND_FACTOR = math.e
 
 
@@ -56,15 +58,15 @@ class AdditiveEffects(BilevelAdditive):
             points: the number of grid points.
             output: the index of a class in `classes_`. With two classes, effects are on the log-odds of the second.
         """
-        self._check_fitted()
-        index = self._term(term)
+        check_is_fitted(self)
+        index = position(term, "term", self.terms_, "term")
         terms = self._design.terms
         if index < len(terms):
             grid = self._grid(index, points)
-            blocks = [terms[index].features(grid)]
-            mean, deviation = self._effect_of_features(index, blocks[0], output)
-            missing = self._missing(index, output)
-            return Effect(self.terms_[index], grid, mean, deviation, missing)
+            if not terms[index].parts:
+                return Effect(self.terms_[index], grid, np.zeros(len(grid)), np.zeros(len(grid)))
+            mean, deviation = self._effect_of_features(index, terms[index].features(grid), output)
+            return Effect(self.terms_[index], grid, mean, deviation, self._missing(index, output))
         pair = self._design.pairs[index - len(terms)]
         grids = [self._grid(k, min(points, 40)) for k in (pair.first, pair.second)]
         one, two = (part.reshape(-1) for part in np.meshgrid(*(np.arange(len(grid)) for grid in grids), indexing="ij"))
@@ -107,18 +109,11 @@ class AdditiveEffects(BilevelAdditive):
         """
         from bilevel.estimators.additive.pictures import draw
 
-        self._check_fitted()
+        check_is_fitted(self)
         if terms is None:
             terms = sorted(self.terms_, key=lambda name: -self.importance_[name])[:12]
             terms = [name for name in terms if self.importance_[name] > 0]
-        return draw(self, [self._term(term) for term in terms], output, figure)
-
-    def _term(self, key: Any) -> int:
-        if isinstance(key, (int, np.integer)) and 0 <= key < len(self.terms_):
-            return int(key)
-        if key in self.terms_:
-            return self.terms_.index(key)
-        raise BilevelError(f"{key!r} is not a term. The terms are {', '.join(self.terms_[:20])}.")
+        return draw(self, [position(term, "terms", self.terms_, "term") for term in terms], output, figure)
 
     def _grid(self, index: int, points: int) -> Array:
         term = self._design.terms[index]
@@ -126,10 +121,7 @@ class AdditiveEffects(BilevelAdditive):
 
     def _effect_of_features(self, index: int, parts: list[Array], output: int) -> tuple[Array, Array]:
         """The effect of one term and its standard deviation, for rows of its features."""
-        where = term_slices(self._pieces).get(index)
-        if where is None:
-            zero = np.zeros(len(self._grid(index, 100)))
-            return zero, zero
+        where = term_slices(self._pieces)[index]
         features = np.hstack(parts) - self._reduction.mean[where]
         reduced = features @ self._reduction.rows(where)
         variance = ((reduced @ self._inverses[output]) * reduced).sum(1)
@@ -137,13 +129,7 @@ class AdditiveEffects(BilevelAdditive):
 
     def _missing(self, index: int, output: int) -> tuple[float, float] | None:
         term = self._design.terms[index]
-        if not term.parts or term.parts[-1].kind != "missing":
+        if term.parts[-1].kind != "missing":
             return None
         mean, deviation = self._effect_of_features(index, term.features(np.array([np.nan])), output)
         return float(mean[0]), float(deviation[0])
-
-
-def as_pair(model: AdditiveEffects, index: int) -> PairTerm | None:
-    """The term as a pair, or None if it has one column."""
-    count = len(model._design.terms)
-    return model._design.pairs[index - count] if index >= count else None

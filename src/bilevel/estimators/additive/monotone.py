@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from scipy.optimize import nnls
 
 from bilevel.errors import BilevelError
+from bilevel.estimators.additive.columns import position
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import NumericTerm
 from bilevel.estimators.folds import Array
@@ -63,7 +63,8 @@ def _minimised(rows: PenalisedRows, w: Array, constraints: Rows) -> Array:
         return float(rows.values(point, rows.scores(point))[0])
 
     # The line search needs a feasible start. Zero effects are feasible.
-    w = w if (constraints @ w >= 0).all() else _with_zero_effects(w, constraints)
+    if not (constraints @ w >= 0).all():
+        w = np.where(np.abs(constraints).sum(0) > 0, 0.0, w)
     for _ in range(STEPS):
         point = torch.from_numpy(w).reshape(shape)
         scores = rows.scores(point)
@@ -79,10 +80,6 @@ def _minimised(rows: PenalisedRows, w: Array, constraints: Rows) -> Array:
         if predicted <= 1e-12 * max(abs(here), 1e-300):
             return w
     return w
-
-
-def _with_zero_effects(w: Array, constraints: Rows) -> Array:
-    return np.where(np.abs(constraints).sum(0) > 0, 0.0, w)
 
 
 def _projected(hessian: Array, w: Array, constraints: Rows) -> Array:
@@ -103,7 +100,7 @@ def lift(w: Array, term: Any, sign: int, reduction: Reduction, where: slice | No
     w[where.start] += sign * max(-worst, 0.0)
 
 
-def signs(monotone: object, position: Callable[[object], int]) -> dict[int, int]:
+def signs(monotone: object, names: list[str]) -> dict[int, int]:
     """The columns that `monotone` names, with 1 for a rising and −1 for a falling effect."""
     if monotone is None:
         return {}
@@ -112,4 +109,4 @@ def signs(monotone: object, position: Callable[[object], int]) -> dict[int, int]
             f"monotone={monotone!r} is not possible. Pass a dict from columns to 1 (rising) or -1 (falling), such as "
             "{'age': 1}."
         )
-    return {position(key): int(sign) for key, sign in monotone.items()}
+    return {position(key, "monotone", names): int(sign) for key, sign in monotone.items()}

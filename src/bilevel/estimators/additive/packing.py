@@ -56,8 +56,8 @@ def unpacked_additive(facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
         if name in facts["state"]:
             setattr(model, name, _object(facts["state"][name], arrays))
     model._pieces = model._design.pieces()
-    model._seen = [None] * len(model._design.terms)
-    model._left = np.zeros((0, len(model._coef)))
+    model._training_columns = [None] * len(model._design.terms)
+    model._residuals = np.zeros((0, len(model._coef)))
     return model
 
 

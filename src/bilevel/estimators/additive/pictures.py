@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bilevel.estimators.additive.effects import AdditiveEffects, Effect, as_pair
-from bilevel.estimators.additive.terms import CategoryTerm
+from bilevel.estimators.additive.effects import AdditiveEffects, Effect
+from bilevel.estimators.additive.terms import CategoryTerm, PairTerm
 from bilevel.plotting import BLUE, GREY, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Of more categories than this, those with the largest effects are shown.
+MAX_CATEGORIES = 20
 
 
 def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure | None = None) -> Figure:
@@ -23,22 +26,26 @@ def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure |
     with style():
         figure = new_figure(3.1 * columns, 2.7 * rows) if figure is None else figure
         for place, index in enumerate(terms):
-            axes = figure.add_subplot(rows, columns, place + 1)
-            effect = model.effect(index, output=output)
-            if as_pair(model, index) is not None:
-                _surface(axes, figure, model, index, effect)
-            elif isinstance(model._design.terms[index], CategoryTerm):
-                _categories(axes, effect)
-            else:
-                _curve(axes, model, index, effect, output)
-            axes.set_title(effect.term, fontsize=10)
-            axes.tick_params(labelsize=8)
+            draw_term(figure.add_subplot(rows, columns, place + 1), model, index, output)
         return figure
+
+
+def draw_term(axes: Axes, model: AdditiveEffects, index: int, output: int) -> None:
+    """The effect of one term, with its name as the title."""
+    effect = model.effect(index, output=output)
+    if index >= len(model._design.terms):
+        _surface(axes, model, model._design.pairs[index - len(model._design.terms)], effect)
+    elif isinstance(model._design.terms[index], CategoryTerm):
+        _categories(axes, effect)
+    else:
+        _curve(axes, model, index, effect, output)
+    axes.set_title(effect.term, fontsize=10)
+    axes.tick_params(labelsize=8)
 
 
 def _curve(axes: Axes, model: AdditiveEffects, index: int, effect: Effect, output: int) -> None:
     """A curve with its band. The points are training rows: the effect plus the residual."""
-    values, residual = model._seen[index], model._left[:, output]
+    values, residual = model._training_columns[index], model._residuals[:, output]
     if values is not None:
         known = ~np.isnan(values)
         mean = np.interp(values[known], effect.grid, effect.mean)
@@ -58,16 +65,15 @@ def _curve(axes: Axes, model: AdditiveEffects, index: int, effect: Effect, outpu
 
 
 def _categories(axes: Axes, effect: Effect) -> None:
-    places = np.arange(len(effect.grid))
-    axes.errorbar(effect.mean, places, xerr=1.96 * effect.deviation, fmt="o", color=BLUE, markersize=5)
+    shown = np.sort(np.argsort(-np.abs(effect.mean), kind="stable")[:MAX_CATEGORIES])
+    places = np.arange(len(shown))
+    axes.errorbar(effect.mean[shown], places, xerr=1.96 * effect.deviation[shown], fmt="o", color=BLUE, markersize=5)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_yticks(places, [str(name)[:18] for name in effect.grid])
+    axes.set_yticks(places, [str(name)[:18] for name in effect.grid[shown]])
     axes.set_ylim(-0.6, len(places) - 0.4)
 
 
-def _surface(axes: Axes, figure: Figure, model: AdditiveEffects, index: int, effect: Effect) -> None:
-    pair = as_pair(model, index)
-    assert pair is not None
+def _surface(axes: Axes, model: AdditiveEffects, pair: PairTerm, effect: Effect) -> None:
     top = float(np.abs(effect.mean).max()) or 1.0
     grids, labels = [], []
     for grid in effect.grid:
@@ -78,7 +84,8 @@ def _surface(axes: Axes, figure: Figure, model: AdditiveEffects, index: int, eff
     axes.grid(False)
     for axis, label in zip((axes.xaxis, axes.yaxis), labels, strict=True):
         if label is not None:
-            axis.set_ticks(np.arange(len(label)), label)
+            some = slice(None, None, -(-len(label) // MAX_CATEGORIES))
+            axis.set_ticks(np.arange(len(label))[some], label[some])
     axes.set_xlabel(model.terms_[pair.first], fontsize=8)
     axes.set_ylabel(model.terms_[pair.second], fontsize=8)
-    figure.colorbar(shade, ax=axes).ax.tick_params(labelsize=7)
+    axes.figure.colorbar(shade, ax=axes).ax.tick_params(labelsize=7)

@@ -13,7 +13,7 @@ from bilevel.estimators.additive.base import inverse_hessian
 from bilevel.estimators.additive.columns import read_columns
 from bilevel.estimators.additive.effects import BAND_FACTOR, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
-from bilevel.estimators.additive.tuning import LeftOut, TunedPenalties
+from bilevel.estimators.additive.tuning import Criterion, TunedPenalties
 from bilevel.estimators.folds import Array
 from bilevel.structures.losses import SquaredError
 
@@ -43,7 +43,7 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
         """Tune the penalties, then fit all rows. `sample_weight` weights rows in the fit and in the criterion."""
         names, columns = read_columns(self, X, self.categorical, reset=True)
         y = self._target(y, columns).astype(np.float64)
-        weight = self._weights(sample_weight, columns)
+        weight = self._weights(sample_weight, columns[0])
         mean = float(weight @ y / weight.sum())
         self._tune(names, columns, (y - mean)[:, None], weight, SquaredError())
         self.intercept_ = mean
@@ -77,14 +77,14 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
         reduced = self._reduction.rotated(self._features(X, reach=np.inf))
         return np.sqrt(1 + self._own + ((reduced @ self._inverse) * reduced).sum(1))
 
-    def _keep_covariance(self, all_rows: LeftOut, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         X, weight = all_rows.X, all_rows.weight
         self._inverse = inverse_hessian(X, weight, alpha)
         self._inverses, self._points_are_residuals = inverse_hessian(X, weight, alpha / BAND_FACTOR)[None], True
         leverage = weight * ((X @ self._inverse) * X).sum(1) + weight / all_rows.total
         residual = all_rows.outputs[:, 0] - X @ tuned.w[0].numpy()
         errors = residual / np.sqrt(np.maximum(1 - leverage, 1e-12))
-        self._left = residual[:, None]
+        self._residuals = residual[:, None]
         self._errors, self._own = np.sort(np.abs(errors)), 1 / all_rows.total
         self._deviation = float(np.sqrt(weight @ errors**2 / all_rows.total))
         self.degrees_of_freedom_ = float(leverage.sum())

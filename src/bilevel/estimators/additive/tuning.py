@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from bilevel.engine.method import Method
 from bilevel.errors import Outcome
 from bilevel.estimators.additive.design import Piece
 from bilevel.estimators.folds import Array
+from bilevel.estimators.hyperparameters import Tether
 from bilevel.estimators.search import SearchRecord
 from bilevel.hypergradients import hypergradient
 from bilevel.methods.linear_models.kernel_equations import KernelEquations
@@ -26,11 +26,10 @@ from bilevel.methods.linear_models.normal_equations import NormalEquations
 from bilevel.outer_loop import Iteration, solve
 from bilevel.problem import Problem, Task
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.leave_one_out import LeaveOneOut
-from bilevel.structures.left_out import LeftOutLoss
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
-from bilevel.structures.penalties import FunctionOfLam, GroupPenalties
+from bilevel.structures.outer_objectives import LeaveOneOut, LeftOutLoss
+from bilevel.structures.penalties import GroupPenalties
 
 # Penalties are in this unit, relative to the total weight. A log penalty of 0 means a prior variance of 100 times the
 # variance of one row's mean.
@@ -49,33 +48,6 @@ ACCURACY = 1e-4
 GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
 
 
-@dataclass(frozen=True, eq=False)
-class KindTether(FunctionOfLam):
-    """2c Σ_k Σ_{g of kind k} log cosh(λ_g − mean of kind k): the distance of penalties from the mean of their kind.
-
-    In the units of a log-likelihood, c = 1/n is the prior density 1/cosh of each log penalty around this mean.
-    """
-
-    kinds: Array
-
-    def __call__(self, lam: Tensor, *data: Any) -> Tensor:
-        kinds = torch.from_numpy(self.kinds)
-        sums = lam.new_zeros(int(kinds.max()) + 1).index_add(0, kinds, lam)
-        distance = lam - (sums / torch.bincount(kinds))[kinds]
-        return data[0] * 2 * (torch.logaddexp(distance, -distance) - math.log(2)).sum()
-
-    def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
-        distance, weight = lam.detach().numpy(), 2 * float(data[0])
-        distance = distance - self._means(distance)
-        slope = np.tanh(distance)
-        slope = weight * (slope - self._means(slope))
-        value = weight * (np.logaddexp(distance, -distance) - math.log(2)).sum()
-        return torch.tensor(value, dtype=lam.dtype), lambda v: v * torch.from_numpy(slope)
-
-    def _means(self, numbers: Array) -> Array:
-        return (np.bincount(self.kinds, numbers) / np.bincount(self.kinds))[self.kinds]
-
-
 @dataclass
 class TunedPenalties:
     """Tuned penalties, and the model at these penalties.
@@ -84,7 +56,7 @@ class TunedPenalties:
         lam: the log penalty of every group of features.
         value: the leave-one-out loss, without the term for the degrees of freedom.
         w: coefficients of shape outputs × features, with an intercept unless the loss is squared errors.
-        adjoint: what the method kept for the next penalties.
+        adjoint: the state of the method, from which the evaluation at the next penalties starts.
     """
 
     lam: Tensor
@@ -95,7 +67,7 @@ class TunedPenalties:
 
 
 @dataclass
-class LeftOut:
+class Criterion:
     """The leave-one-out loss of the rows of a matrix, as a function of the penalties of groups of features.
 
     Args:
@@ -151,7 +123,7 @@ class LeftOut:
         penalty = GroupPenalties(size, torch.from_numpy(groups), PENALTY_UNIT * self.total)
         model = LinearModels(self.loss, penalty, intercept)
         inner = LeastSquares(penalty) if self.squares and not self.by_rows else model
-        tether = KindTether(kinds)
+        tether = Tether(kinds)
         # Relative to the variance of a row's error, which is twice the squared-error loss. A log-loss needs no scaling.
         price = 0.0 if expected_loss is None else FREEDOM * (2 * expected_loss if self.squares else 1)
         outer = LeaveOneOut(penalty, tether, price) if self.squares else LeftOutLoss(model, tether, price)
@@ -239,7 +211,7 @@ class KindLevels:
 
 
 def tune_kinds(
-    left_out: LeftOut, pieces: list[Piece], algorithm: LBFGSB, smaller: KindLevels | None = None
+    criterion: Criterion, pieces: list[Piece], algorithm: LBFGSB, smaller: KindLevels | None = None
 ) -> KindLevels:
     """One penalty for each kind of part.
 
@@ -252,11 +224,11 @@ def tune_kinds(
     if smaller is None:
         # The term for the degrees of freedom is large here, so that the search does not start from a fit that
         # interpolates all rows. Such a fit can have a small leave-one-out loss by chance.
-        by_kind = left_out.problem(kind, kinds, left_out.constant)
+        by_kind = criterion.problem(kind, kinds, criterion.constant)
         best: TunedPenalties | None = None
-        for level in (level for level in GRID if level >= left_out.box[0]):
+        for level in (level for level in GRID if level >= criterion.box[0]):
             last = (None, None) if best is None else (best.w[None], best.adjoint)
-            here = left_out.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), *last)
+            here = criterion.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), *last)
             if best is not None and here.value > 1.02 * best.value:
                 break
             best = here if best is None or here.value < best.value else best
@@ -266,13 +238,13 @@ def tune_kinds(
         expected_loss = smaller.tuned.value
         level_of = dict(zip(smaller.names, smaller.tuned.lam.tolist(), strict=True))
         first = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
-        by_kind = left_out.problem(kind, kinds)
-        best = left_out.evaluate(by_kind, torch.tensor(first, dtype=torch.float64).clamp(*left_out.box))
-    return KindLevels(left_out.minimise(kind, kinds, best, 0.0, expected_loss, algorithm), names, expected_loss)
+        by_kind = criterion.problem(kind, kinds)
+        best = criterion.evaluate(by_kind, torch.tensor(first, dtype=torch.float64).clamp(*criterion.box))
+    return KindLevels(criterion.minimise(kind, kinds, best, 0.0, expected_loss, algorithm), names, expected_loss)
 
 
 def tune_each(
-    left_out: LeftOut, pieces: list[Piece], strength: float, algorithm: LBFGSB, levels: KindLevels
+    criterion: Criterion, pieces: list[Piece], strength: float, algorithm: LBFGSB, levels: KindLevels
 ) -> TunedPenalties:
     """Tune one penalty per group, from the penalties of the kinds.
 
@@ -284,4 +256,4 @@ def tune_each(
     expanded = TunedPenalties(start.lam[torch.from_numpy(kind_of_own)], start.value, start.w, start.outcome)
     if math.isinf(strength) or len(kind_of_own) == len(names):
         return expanded
-    return left_out.minimise(own, kind_of_own, expanded, strength, levels.expected_loss, algorithm)
+    return criterion.minimise(own, kind_of_own, expanded, strength, levels.expected_loss, algorithm)

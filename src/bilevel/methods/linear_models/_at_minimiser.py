@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,20 +13,16 @@ from torch import Tensor
 from bilevel.engine.method import Hypergradient, Method, Part
 from bilevel.engine.process import Gradients, Process, accumulate
 from bilevel.errors import BilevelError
-from bilevel.methods.linear_models._shared_work import fold_parts
-from bilevel.structures.held_out import DeclaredOuter, HeldOut
+from bilevel.methods.linear_models._shared_work import Solver, fold_parts
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.leave_one_out import LeaveOneOut, LeaveOneOutSlopes
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.outer_objectives import DeclaredOuter, HeldOut, LeaveOneOut, LeaveOneOutSlopes
 from bilevel.structures.penalties import FunctionOfLam
 
 NO_MINIMUM = (
     "The inner objective has no minimum: the matrix of its quadratic has a negative eigenvalue. Use penalties ≥ 0, and "
     "sums G over rows with weights ≥ 0."
 )
-
-# Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × right sides × size.
-Solver: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,16 +319,4 @@ def solver_by_fold(folds: int, size: int, matrices: Callable[[slice], Tensor]) -
     Args:
         matrices: the matrices of some folds, of shape folds × size × size.
     """
-    parts = fold_parts(folds, folds * size**3 / 3)
-    found: dict[int, Solver] = {}
-
-    def solve(right: Tensor) -> Tensor:
-        def solved_part(part: int) -> Tensor:
-            here = parts.slices[part]
-            if part not in found:
-                found[part] = cholesky_solver(matrices(here))
-            return found[part](right[here])
-
-        return parts.joined(solved_part, torch.empty_like(right))
-
-    return solve
+    return fold_parts(folds, folds * size**3 / 3).solver(lambda here: cholesky_solver(matrices(here)))

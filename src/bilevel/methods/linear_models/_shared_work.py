@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from bilevel.distributed import World, alone, current_world
 LEAST_OPERATIONS = 3e7
 # A table is cut into one of these numbers of blocks of rows. At most as many processes can share its products.
 ROW_BLOCKS = (8, 4, 2, 1)
+
+# Solves A_k x_k = b_k for every fold k, with b and x of the shape folds × … × size.
+Solver: TypeAlias = Callable[[Tensor], Tensor]
 
 _shares: ContextVar[bool] = ContextVar("whether processes share the work inside a method", default=False)
 
@@ -74,6 +78,21 @@ class Parts:
         """The results for all folds, which has the shape of `like`, from the results for the folds of each part."""
         found = self.each(work, like[self.slices[0]])
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def solver(self, make: Callable[[slice], Solver]) -> Solver:
+        """A solver for all folds. `make` returns the solver for some folds, and is called when it is first needed."""
+        made: dict[int, Solver] = {}
+
+        def solve(right: Tensor) -> Tensor:
+            def solved(part: int) -> Tensor:
+                here = self.slices[part]
+                if part not in made:
+                    made[part] = make(here)
+                return made[part](right[here])
+
+            return self.joined(solved, torch.empty_like(right))
+
+        return solve
 
 
 def fold_parts(folds: int, operations: float) -> Parts:

@@ -78,7 +78,8 @@ class ActiveSet(LinearModelMethod):
             raise BilevelError("ActiveSet takes one penalty for every feature, not a matrix. Use Implicit().")
         if bool((strengths < 0).any()) or not _has_minimum(gram, alpha):
             raise BilevelError(NO_MINIMUM)
-        nets = _Nets(gram, moments, strengths.expand_as(w), alpha, _is_positive(process))
+        positive = bool(getattr(bound.dynamics.penalty, "positive", False))
+        nets = _Nets(gram, moments, strengths.expand_as(w), alpha, positive)
         w, solve = nets.minimise_by_fold(w)
         if self.strengths is None:
             return Minimum(w, solve)
@@ -100,14 +101,10 @@ class ActiveSet(LinearModelMethod):
         return self.from_adjoint(process, found.w, found.solve(slope), value, direct, extra_slope, peak_memory=memory)
 
 
-def _time(process: Process) -> int:
-    return max(process.times.stop - 1, 1)
-
-
 def _strengths(process: Process) -> Any:
     """β, or None if the dynamics has no L1 penalty."""
     penalty = getattr(process.bound.dynamics, "penalty", None)
-    return None if penalty is None else penalty.absolute_weights(_time(process))
+    return None if penalty is None else penalty.absolute_weights(max(process.times.stop - 1, 1))
 
 
 def _has_minimum(gram: Any, alpha: Tensor) -> bool:
@@ -115,11 +112,6 @@ def _has_minimum(gram: Any, alpha: Tensor) -> bool:
     if bool((alpha >= 0).all()) and (isinstance(gram, GramOfRows) or remembered(semidefinite, gram)):
         return True
     return not isinstance(gram, GramOfRows) and semidefinite(gram + alpha.diag())
-
-
-def _is_positive(process: Process) -> bool:
-    """Whether the penalty allows no negative coefficients."""
-    return bool(getattr(process.bound.dynamics.penalty, "positive", False))
 
 
 # Solves A_SS x_S = b_S for every fold and output, with x = 0 off the support S.

@@ -19,9 +19,9 @@ from bilevel.methods.linear_models._at_minimiser import (
     solver_by_fold,
 )
 from bilevel.methods.linear_models._shared_work import row_blocks
-from bilevel.structures.leave_one_out import LeaveOneOutSlopes
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import SquaredError
+from bilevel.structures.outer_objectives import LeaveOneOutSlopes
 from bilevel.structures.rows import feature_sums, row_kernel, row_scores
 
 

@@ -20,9 +20,9 @@ from bilevel.methods.linear_models.newton_linear import (
     minimise,
     solved,
 )
-from bilevel.structures.left_out import LeftOutLoss, with_ones
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss
+from bilevel.structures.outer_objectives import LeftOutLoss, with_ones
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -87,22 +87,8 @@ class PenalisedRows:
     def cholesky(self, scores: Tensor) -> Solve:
         (folds, outputs, rows), size = scores.shape, len(self.alpha)
         parts = fold_parts(folds, folds * rows * (outputs * size) ** 2)
-        found: dict[int, Tensor] = {}
-
-        def factors(part: int) -> Tensor:
-            if part not in found:
-                found[part] = factorised(self.hessians(scores, parts.slices[part]))
-            return found[part]
-
-        def solve(right: Tensor, tol: float, start: Tensor | None) -> Tensor:
-            def solved_part(part: int) -> Tensor:
-                some = right[parts.slices[part]]
-                columns = some.reshape(len(some), -1, outputs * size).mT
-                return torch.cholesky_solve(columns, factors(part)).mT.reshape(some.shape)
-
-            return parts.joined(solved_part, torch.empty_like(right))
-
-        return solve
+        solve = parts.solver(lambda here: partial(solved, factorised(self.hessians(scores, here))))
+        return lambda right, tol, start: solve(right)
 
     def hessians(self, scores: Tensor, part: slice = slice(None)) -> Tensor:
         """One matrix for every fold of a part, over coefficients in the order (output, feature)."""
@@ -116,9 +102,7 @@ class PenalisedRows:
         size = X.shape[1]
         blocks = scores.new_empty(folds, outputs, size, outputs, size)
         for a in range(outputs):
-            unit = scores.new_zeros(outputs, 1)
-            unit[a] = 1
-            curvature = weight[:, None] * self.model.loss.hessian_times(scores, self.y, unit.expand_as(scores))
+            curvature = weight[:, None] * self.model.loss.hessian_column(scores, self.y, a)
             # One product for all folds of the part and the outputs from a on: block (b, a) equals block (a, b).
             columns = (X[:, None] * curvature[:, a:].reshape(-1, rows).mT[:, :, None]).reshape(rows, -1)
             found = (X.mT @ columns).reshape(size, folds, outputs - a, size)
@@ -273,12 +257,10 @@ def factorised(matrices: Tensor) -> Tensor:
     return factors
 
 
-def solved(factors: Tensor, *right: Tensor) -> Any:
-    """H_k⁻¹ b_k for every fold, for one or several b of the shape folds × outputs × features."""
-    columns = torch.stack([b.reshape(len(b), -1) for b in right], -1)
-    found = torch.cholesky_solve(columns, factors).unbind(-1)
-    shaped = [x.reshape(b.shape) for x, b in zip(found, right, strict=True)]
-    return shaped if len(right) > 1 else shaped[0]
+def solved(factors: Tensor, right: Tensor) -> Tensor:
+    """H_k⁻¹ b_k for every fold, for one b of the shape folds × outputs × features, or many: folds × many × …."""
+    columns = right.reshape(len(right), -1, factors.shape[-1]).mT
+    return torch.cholesky_solve(columns, factors).mT.reshape(right.shape)
 
 
 def _norms(v: Tensor) -> Tensor:

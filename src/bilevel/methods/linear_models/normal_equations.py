@@ -19,7 +19,7 @@ from bilevel.methods.linear_models._at_minimiser import (
 )
 from bilevel.structures.data_checks import refuse_asymmetric
 from bilevel.structures.least_squares import LeastSquares
-from bilevel.structures.leave_one_out import LeaveOneOutSlopes
+from bilevel.structures.outer_objectives import LeaveOneOutSlopes
 from bilevel.structures.rows import GramOfRows
 
 

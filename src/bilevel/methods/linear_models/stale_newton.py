@@ -26,8 +26,8 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, same_storage, start_of, storage_key
 from bilevel.methods.linear_models._shared_work import Parts, fold_parts, row_blocks, shared
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise, solved
-from bilevel.structures.held_out import HeldOutLoss
 from bilevel.structures.linear_models import LinearModels
+from bilevel.structures.outer_objectives import HeldOutLoss
 
 SWEEPS = 12
 # Rows of X that are weighted at once.
@@ -274,20 +274,15 @@ class _Sweeps:
 
         return _Systems(self.folds, matrices)
 
-    def _curvature_column(self, scores: Tensor, a: int, rows: slice = slice(None)) -> Tensor:
-        """Column a of the second derivative of the loss in the scores of these rows."""
-        unit = scores.new_zeros(scores.shape[1], 1)
-        unit[a] = 1
-        return self.loss.hessian_times(scores, self.rows.y[:, rows], unit.expand_as(scores))
-
     def _curvature(self, scores: Tensor, rows: slice = slice(None)) -> Tensor:
         """The curvature of the loss for every fold and row, summed over outputs."""
-        return torch.stack([self._curvature_column(scores, a, rows)[:, a] for a in range(scores.shape[1])]).sum(0)
+        y, outputs = self.rows.y[:, rows], range(scores.shape[1])
+        return torch.stack([self.loss.hessian_column(scores, y, a)[:, a] for a in outputs]).sum(0)
 
     def _cell_hessians(self, scores: Tensor, cell: Tensor) -> Tensor:
         """The Hessian of the loss on the rows of every cell, at scores that all folds share."""
         (outputs, size), weight = self.w.shape[1:], self.weight.amax(0)
-        columns = [weight * self._curvature_column(scores, a)[0] for a in range(outputs)]
+        columns = [weight * self.loss.hessian_column(scores, self.rows.y, a)[0] for a in range(outputs)]
 
         def hessian(index: int) -> Tensor:
             found, members = scores.new_zeros(outputs, size, outputs, size), (cell == index).nonzero()[:, 0]
@@ -336,7 +331,7 @@ class _Systems:
 
         def step(part: int) -> Tensor:
             here, factors = self.folds.slices[part], self._factors(part)
-            step, q_step = solved(factors, slope[here], residual[here])
+            step, q_step = solved(factors, torch.stack([slope[here], residual[here]], 1)).unbind(1)
             errors = (
                 _errors(slope[here], step, factors, w[here] - step),
                 _errors(residual[here], q_step, factors, q[here] + q_step),
