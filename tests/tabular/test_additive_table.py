@@ -15,9 +15,8 @@ from bilevel.errors import BilevelError
 from bilevel.estimators import BilevelAdditiveRegressor
 from bilevel.report.table_page import render
 from bilevel.tabular import TuneSettings, load, read_table, tune
-from bilevel.tabular.effects import effects_csv
-from bilevel.tabular.results import chart_points, result_record
-from bilevel.tabular.rivals import rivals
+from bilevel.tabular.candidates import rivals
+from bilevel.tabular.results import chart_points, effects_csv, result_record
 from bilevel.training.files import read_tensors, write_tensors
 
 QUICK = {"model": "additive", "cv": 2, "repeats": 1, "max_iter": 3, "one_hot": True}

@@ -150,6 +150,11 @@ def test_percentages_are_one_feature(tmp_path):
         ({}, {"groups": "prefix"}, ["--groups 'prefix' is not a column", "--group prefix"]),
         ({}, {"groups": "town"}, ["--groups 'town' has 3 groups, and --cv 5 needs 10"]),
         ({}, {"time": "town"}, ["--time 'town' needs a date or a number", "row 1"]),
+        (
+            {"town": column(["3/4/2024", "5/6/2024"])},
+            {"time": "town"},
+            ["--time 'town'", "day or the month comes first"],
+        ),
         ({"price": ["a"] * 77 + ["b"] * 3}, {}, ["classes with few rows: 'b'", "--cv 5"]),
         (
             {"price": ["a"] * 58 + [f"c{i % 11}" for i in range(22)]},

@@ -14,8 +14,7 @@ from bilevel.tabular.comparing import ComparedModel, ModelComparison
 from bilevel.tabular.leaks import leaks
 from bilevel.tabular.preparing import used_table
 from bilevel.tabular.results import result_record
-from bilevel.tabular.scores import corrected_test, table_score
-from bilevel.tabular.variance import explained_shares
+from bilevel.tabular.scores import corrected_test, explained_shares, table_score
 from bilevel.tabular.verdicts import table_verdict
 
 QUICK = {"max_iter": 5, "repeats": 1, "cv": 2, "model": "ridge"}

@@ -21,10 +21,9 @@ from bilevel.experiments.base import TextTable
 from bilevel.experiments.records import machine, plain, staging
 from bilevel.progress import heartbeat
 from bilevel.report.table_page import fixed, four, render
-from bilevel.tabular.effects import effects_csv
 from bilevel.tabular.formatting import counted
 from bilevel.tabular.reading import read_table
-from bilevel.tabular.results import chart_points, features_csv, result_record
+from bilevel.tabular.results import chart_points, effects_csv, features_csv, result_record
 from bilevel.tabular.scores import measures
 from bilevel.tabular.settings import TuneSettings
 from bilevel.tabular.study import TableStudy, tune
@@ -81,7 +80,7 @@ def write(study: TableStudy, scratch: Path, began: float) -> dict[str, Any]:
     )
     points = plain(chart_points(study))
     study.model.save(scratch / FILES["model"])
-    draw(record, points, scratch / FILES["picture"])
+    draw(record, points, study.model.pipeline[-1], scratch / FILES["picture"])
     for name, text in (
         (
             "features",

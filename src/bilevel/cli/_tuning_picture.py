@@ -7,16 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bilevel.estimators.additive.pictures import draw_term
 from bilevel.plotting import BLUE, GREY, ORANGE, picture, shortened, titled
+from bilevel.tabular.candidates import CONSTANT
 from bilevel.tabular.scores import measures
 
 FEATURES, EFFECTS = 15, 12
 
 
-def draw(record: dict[str, Any], points: dict[str, Any], path: Path) -> None:
-    """Write the picture as PNG."""
+def draw(record: dict[str, Any], points: dict[str, Any], model: Any, path: Path) -> None:
+    """Write the picture of the fitted `model` as PNG."""
     if "effects" in record:
-        _draw_effects(record, points, path)
+        _draw_effects(record, points, model, path)
         return
     top = sorted(record["features"], key=lambda one: -sum(value**2 for value in one["coefficients"]))[:FEATURES][::-1]
     with picture(path, width=13, height=max(4.2, 1.6 + 0.27 * len(top))) as figure:
@@ -28,59 +30,25 @@ def draw(record: dict[str, Any], points: dict[str, Any], path: Path) -> None:
         _points(figure.add_subplot(grid[3]), record, points)
 
 
-def _draw_effects(record: dict[str, Any], points: dict[str, Any], path: Path) -> None:
-    """Errors and predictions above, and the curves of the most important terms below, of the last class."""
-    shown = [one for one in record["effects"] if "shape" in one][:EFFECTS]
+def _draw_effects(record: dict[str, Any], points: dict[str, Any], model: Any, path: Path) -> None:
+    """Errors and predictions above, and the effects of the most important terms below, of the last class."""
+    shown = [one["term"] for one in record["effects"] if one["importance"] > 0][:EFFECTS]
     down = math.ceil(len(shown) / 4)
     with picture(path, width=13, height=4.2 + 2.6 * down) as figure:
         grid = figure.add_gridspec(1 + down, 4, height_ratios=[1.6, *[1] * down])
         _errors(figure.add_subplot(grid[0, :2]), record)
         _points(figure.add_subplot(grid[0, 2:]), record, points)
-        for place, one in enumerate(shown):
+        of = f" ({shortened(record['classes'][-1], 10)})" if len(record["classes"]) > 2 else ""
+        for place, term in enumerate(shown):
             axes = figure.add_subplot(grid[1 + place // 4, place % 4])
-            DRAWN[one["shape"]](axes, one, one["outputs"][-1])
-            of = f" ({shortened(record['classes'][-1], 10)})" if len(record["classes"]) > 2 else ""
-            titled(axes, f"{shortened(one['term'], 30)}{of}", "", "")
-
-
-def _curve(axes: Any, one: dict[str, Any], output: dict[str, Any]) -> None:
-    axes.fill_between(one["grid"], output["low"], output["high"], color=BLUE, alpha=0.25, linewidth=0)
-    axes.plot(one["grid"], output["mean"], color=BLUE)
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    if output["missing"] is not None:
-        axes.plot(one["grid"][-1], output["missing"], "s", color=ORANGE, markersize=5, label="missing")
-        axes.legend(fontsize=8)
-
-
-def _categories(axes: Any, one: dict[str, Any], output: dict[str, Any]) -> None:
-    names = one["grid"][:12]
-    places, mean = range(len(names)), output["mean"][:12]
-    errors = [high - middle for high, middle in zip(output["high"], mean, strict=False)]
-    axes.errorbar(mean, places, xerr=errors, fmt="o", color=BLUE, markersize=5)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_yticks(places, [shortened(str(name), 14) for name in names], fontsize=8)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-
-
-def _pair(axes: Any, one: dict[str, Any], output: dict[str, Any]) -> None:
-    size = max(max(map(abs, row)) for row in output["mean"]) or 1.0
-    columns, rows = (range(len(grid)) for grid in one["grid"])
-    values = [[output["mean"][i][j] for i in columns] for j in rows]
-    axes.imshow(values, cmap="RdBu_r", vmin=-size, vmax=size, aspect="auto", origin="lower")
-    for which, grid in zip("xy", one["grid"], strict=True):
-        ends = [0, len(grid) - 1] if not isinstance(grid[0], str) else list(range(min(len(grid), 6)))
-        labels = [shortened(grid[i], 8) if isinstance(grid[i], str) else f"{grid[i]:.3g}" for i in ends]
-        getattr(axes, f"set_{which}ticks")(ends, labels, fontsize=8)
-    axes.grid(False)
-
-
-DRAWN = {"curve": _curve, "categories": _categories, "pair": _pair}
+            draw_term(axes, model, model.terms_.index(term), -1)
+            axes.set_title(f"{shortened(term, 30)}{of}")
 
 
 def _errors(axes: Any, record: dict[str, Any]) -> None:
     key, word = list(measures(record["classes"]).items())[-1]
     found = record["comparison"][::-1]
-    colours = [BLUE if one["ours"] else GREY if one["seconds"] < 1e-3 else ORANGE for one in found]
+    colours = [BLUE if one["ours"] else GREY if one["name"] in CONSTANT.values() else ORANGE for one in found]
     bars = axes.barh(range(len(found)), [one[key] for one in found], color=colours)
     axes.bar_label(bars, [f"{one[key]:#.4g}" for one in found], fontsize=8, padding=2)
     names = [

@@ -40,14 +40,20 @@ def additive_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
             effect = "the effect that a missing value had in the training rows" if known else "no effect"
             notes.append(f"Column {name!r}: {counted(empty, 'empty field')} of {where}, with {effect}.")
         if kind == "categories" and isinstance(term, CategoryTerm):
-            levels = set(term.levels.tolist())
-            if new := [label for label in labels_of(column) if isinstance(label, str) and label not in levels]:
-                notes.append(
-                    f"Column {name!r}: {counted(len(new), 'row')} of {where} {'has' if len(new) == 1 else 'have'} a "
-                    f"value that the training rows lack, such as {new[0]!r}; it has no effect there. Known are "
-                    f"{listed(term.levels.tolist())}."
-                )
+            notes += unknown_categories(column, term.levels.tolist(), "it has no effect there", where)
     return notes
+
+
+def unknown_categories(column: Any, known: list[str], consequence: str, where: str) -> list[str]:
+    """A note about the values of a column that the training rows do not have, if there are any."""
+    old = set(known)
+    new = [label for label in labels_of(column) if isinstance(label, str) and label not in old]
+    if not new:
+        return []
+    return [
+        f"Column {column.name!r}: {counted(len(new), 'row')} of {where} {'has' if len(new) == 1 else 'have'} a value "
+        f"that the training rows lack, such as {new[0]!r}; {consequence}. Known are {listed(known)}."
+    ]
 
 
 def additive_content(pipeline: Pipeline) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -63,6 +69,7 @@ def additive_content(pipeline: Pipeline) -> tuple[dict[str, Any], dict[str, torc
 
 def additive_from(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Pipeline:
     """The fitted pipeline. Damaged content raises KeyError, TypeError or ValueError."""
+    pandas = extras.load("pandas", extra="table", purpose="A model of a table")
     estimator = unpacked_additive(content, {name: tensor.numpy() for name, tensor in tensors.items()})
     kinds = {str(name): str(kind) for name, kind in content["reading"]["kinds"]}
     pipeline = additive_pipeline(kinds, bool(content["reading"]["gaps"]), estimator)
@@ -73,12 +80,7 @@ def additive_from(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
         for term in estimator._design.terms
     ]
     with np.errstate(invalid="ignore"):
-        scores = estimator._scores(_one_row(estimator.feature_names_in_, middle))
+        scores = estimator._scores(pandas.DataFrame([middle], columns=list(estimator.feature_names_in_)))
     if not np.isfinite(scores).all():
         raise ValueError("its predictions are not finite")
     return pipeline
-
-
-def _one_row(names: Any, values: list[Any]) -> Any:
-    pandas = extras.load("pandas", extra="table", purpose="A model of a table")
-    return pandas.DataFrame([values], columns=list(names))

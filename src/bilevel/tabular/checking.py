@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -160,16 +159,6 @@ def _empty_fields(frame: Any) -> list[str]:
         f"There are empty fields in column{'s' * (len(columns) > 1)} {', '.join(columns[:12])}{more}. Write --missing "
         "median to fill them in, --missing drop to leave these rows out, or --drop."
     ]
-
-
-def rare_classes(labels: Sequence[str], settings: TuneSettings, needed: int) -> None:
-    """Refuse classes with fewer rows than the folds need. The error names all of them."""
-    names, counts = np.unique(labels, return_counts=True)
-    if rare := [f"{name!r} ({count})" for name, count in zip(names.tolist(), counts, strict=True) if count < needed]:
-        raise BilevelError(
-            f"The target {settings.target!r} has classes with few rows: {', '.join(rare)}. --cv {settings.cv} needs "
-            f"{needed} of each. Write fewer folds, or remove the rows of these classes."
-        )
 
 
 def check_target(column: Any, settings: TuneSettings) -> tuple[bool, str]:

@@ -24,32 +24,26 @@ from bilevel.tabular.values import Floats, Mask, comma_advice, first_of, first_r
 FeatureKind = Literal["numbers", "truth values", "categories"] | DateOrder
 
 
-def as_numbers(frame: Any, gaps: bool) -> Floats:
-    """Columns of numbers as an array. With `gaps`, empty fields are allowed and become NaN."""
-    return _read(frame, gaps, numbers_of, "a finite number", np.isfinite)
-
-
-def as_truths(frame: Any, gaps: bool) -> Floats:
-    """Columns of truth values as 0 and 1."""
-    return _read(frame, gaps, _truths, "True or False", lambda values: np.isin(values, (0, 1)))
-
-
-def as_dates(frame: Any, gaps: bool, order: DateOrder) -> Floats:
-    """Columns of dates as days since 1970."""
-    return _read(frame, gaps, partial(as_days, order=order), "a date", np.isfinite)
-
-
-def as_labels(frame: Any, gaps: bool) -> NDArray[Any]:
-    """Columns of categories as text."""
-    return _read(frame, gaps, labels_of, "text", lambda values: np.ones(len(values), dtype=bool))
-
-
 def _truths(column: Any) -> Floats:
     numbers = {"true": 1.0, "false": 0.0, "1": 1.0, "0": 0.0}
     return np.array([numbers.get(str(label).strip().lower(), np.nan) for label in labels_of(column)])
 
 
-def _read(frame: Any, gaps: bool, read: Callable[[Any], Any], needed: str, legal: Callable[[Any], Mask]) -> Any:
+# For every kind: how a column is read, what its values must be, and which values are legal.
+READERS: dict[FeatureKind, tuple[Callable[[Any], Any], str, Callable[[Any], Mask]]] = {
+    "numbers": (numbers_of, "a finite number", np.isfinite),
+    "truth values": (_truths, "True or False", lambda values: np.isin(values, (0, 1))),
+    "categories": (labels_of, "text", lambda values: np.ones(len(values), dtype=bool)),
+    **{order: (partial(as_days, order=order), "a date", np.isfinite) for order in get_args(DateOrder)},
+}
+
+
+def as_values(frame: Any, kind: FeatureKind, gaps: bool) -> NDArray[Any]:
+    """Columns of one kind as an array: numbers, 0 and 1 for truth values, text, or days since 1970.
+
+    With `gaps`, empty fields are allowed and become NaN.
+    """
+    read, needed, legal = READERS[kind]
     parts = []
     for name, column in frame.items():
         empty = column.isna().to_numpy(dtype=bool)
@@ -81,26 +75,26 @@ def column_transformer(kinds: Mapping[str, FeatureKind], fill: bool) -> ColumnTr
     or the most common value of the training rows. Without it, they are refused.
     """
 
-    def part(
-        read: Callable[..., Any], strategy: str, more: Mapping[str, Any] | None = None, **encoder: Any
-    ) -> Pipeline:
-        reader = FunctionTransformer(read, kw_args={"gaps": fill, **(more or {})}, feature_names_out="one-to-one")
-        imputer = {"fill": SimpleImputer(strategy=strategy, keep_empty_features=True)} if fill else {}
-        return Pipeline([*{"read": reader, **imputer, **encoder}.items()])
-
     encoder = OneHotEncoder(
         drop="if_binary", handle_unknown="ignore", sparse_output=False, feature_name_combiner=indicator_name
     )
-    parts: dict[FeatureKind, Pipeline] = {
-        "numbers": part(as_numbers, "median"),
-        "truth values": part(as_truths, "most_frequent"),
-        "categories": part(as_labels, "most_frequent", encode=encoder),
-    }
     expand = FunctionTransformer(calendar, feature_names_out=calendar_names)
-    parts |= {order: part(as_dates, "median", {"order": order}, expand=expand) for order in get_args(DateOrder)}
-    names = {kind: [name for name, its_kind in kinds.items() if its_kind == kind] for kind in parts}
+
+    def steps(kind: FeatureKind) -> Pipeline:
+        reader = FunctionTransformer(as_values, kw_args={"kind": kind, "gaps": fill}, feature_names_out="one-to-one")
+        found: dict[str, Any] = {"read": reader}
+        if fill:
+            strategy = "most_frequent" if kind in ("truth values", "categories") else "median"
+            found["fill"] = SimpleImputer(strategy=strategy, keep_empty_features=True)
+        if kind == "categories":
+            found["encode"] = encoder
+        elif kind in get_args(DateOrder):
+            found["expand"] = expand
+        return Pipeline([*found.items()])
+
+    names = {kind: [name for name, its_kind in kinds.items() if its_kind == kind] for kind in READERS}
     return ColumnTransformer(
-        [(kind, parts[kind], names[kind]) for kind in parts if names[kind]], verbose_feature_names_out=False
+        [(kind, steps(kind), names[kind]) for kind in READERS if names[kind]], verbose_feature_names_out=False
     )
 
 
@@ -108,20 +102,16 @@ def readable_columns(frame: Any, kinds: Mapping[str, FeatureKind], gaps: bool) -
     """The columns for a model that accepts categories and empty fields: numbers, text, and the parts of dates."""
     columns: dict[str, Any] = {}
     for name, kind in kinds.items():
-        single = frame[[name]]
-        empty = single[name].isna().to_numpy(dtype=bool)
-        if kind in ("dates", "day-first dates", "month-first dates"):
-            parts = calendar(np.nan_to_num(as_dates(single, gaps, kind)))
+        values, empty = as_values(frame[[name]], kind, gaps), frame[name].isna().to_numpy(dtype=bool)
+        if kind in get_args(DateOrder):
+            parts = calendar(np.nan_to_num(values))
             parts[empty] = np.nan
             columns |= dict(zip(calendar_names(None, [name]), parts.T, strict=True))
-        elif kind == "numbers":
-            columns[name] = as_numbers(single, gaps)[:, 0]
         elif kind == "truth values":
-            texts = np.where(as_truths(single, gaps)[:, 0] == 1, "True", "False").astype(object)
-            texts[empty] = None
-            columns[name] = texts
+            columns[name] = np.where(values[:, 0] == 1, "True", "False").astype(object)
+            columns[name][empty] = None
         else:
-            columns[name] = as_labels(single, gaps)[:, 0]
+            columns[name] = values[:, 0]
     return type(frame)(columns, index=frame.index)
 
 

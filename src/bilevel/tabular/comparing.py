@@ -12,11 +12,10 @@ import numpy as np
 from sklearn.pipeline import Pipeline
 
 from bilevel.errors import BilevelError
+from bilevel.tabular.candidates import CONSTANT, additive_estimator, fit_quietly, kinds_for, make_estimator, rivals
 from bilevel.tabular.columns import column_reader, columns_of_features, outputs, preprocessing, transformed
-from bilevel.tabular.fitting import additive_estimator, kinds_for, make_estimator
 from bilevel.tabular.formatting import counted
 from bilevel.tabular.preparing import UsedTable
-from bilevel.tabular.rivals import CONSTANT, fit_quietly, rivals
 from bilevel.tabular.scores import measures, row_losses, table_score
 from bilevel.tabular.settings import ModelKind, TuneSettings
 from bilevel.tabular.values import Floats
@@ -122,6 +121,7 @@ class _Comparison:
         self.predicted: dict[str, list[Floats]] = defaultdict(list)
         self.parts: dict[str, Floats] = {}
         self.left_out: dict[str, str] = {}
+        self.where = ""
 
     def add_fold(self, name: str, repeat: int, test: Any, predicted: Floats, seconds: float) -> None:
         used = self.used
@@ -202,12 +202,8 @@ def compare(
         for fold, (train, test) in enumerate(pairs):
             tested[test] = True
             ratios.append(len(test) / len(train))
-            where = f"fold {repeat * len(pairs) + fold + 1} of {planned * len(pairs)}"
-
-            def announce(name: str, where: str = where) -> None:
-                doing(f"{where}: {name}")
-
-            _one_fold(run, repeat, train, test, groups, announce)
+            run.where = f"fold {repeat * len(pairs) + fold + 1} of {planned * len(pairs)}"
+            _one_fold(run, repeat, train, test, groups, doing)
             if repeat == 0 and fold == 0:
                 run.leave_out_slow(len(pairs), limit)
         done = repeat + 1
@@ -234,7 +230,7 @@ def _one_fold(run: _Comparison, repeat: int, train: Any, test: Any, groups: Mapp
     for name, (kind, estimator) in candidates.items():
         if name in run.left_out:
             continue
-        doing(name)
+        doing(f"{run.where}: {name}")
         inputs = (X, Z)
         if kind == "additive":
             reader = column_reader(used.kinds, settings.missing == "median")

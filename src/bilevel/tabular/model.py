@@ -15,13 +15,13 @@ from sklearn.preprocessing import FunctionTransformer
 
 from bilevel import extras
 from bilevel.errors import BilevelError
-from bilevel.tabular.additive import additive_content, additive_from, additive_notes, columns_read
+from bilevel.tabular.additive import additive_content, additive_from, additive_notes, columns_read, unknown_categories
+from bilevel.tabular.candidates import make_estimator
 from bilevel.tabular.columns import described, outputs, preprocessing, quiet_categories
 from bilevel.tabular.dates import DateOrder
-from bilevel.tabular.fitting import make_estimator
 from bilevel.tabular.formatting import counted, listed
 from bilevel.tabular.settings import ModelKind
-from bilevel.tabular.values import Floats, first_row, labels_of
+from bilevel.tabular.values import Floats, first_row
 from bilevel.training.files import read_tensors, write_tensors
 
 KIND, VERSION = "table model", 3
@@ -166,7 +166,7 @@ def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
         return additive_notes(pipeline, frame, where)
     notes = []
     for one in described(pipeline["columns"]):
-        name, column, known = one["name"], frame[one["name"]], set(one.get("categories", ()))
+        name, column = one["name"], frame[one["name"]]
         if one["fill"] is not None and (empty := int(column.isna().sum())):
             value = f"{one['fill']:.6g}" if isinstance(one["fill"], float) else repr(one["fill"])
             if one["kind"] in get_args(DateOrder):
@@ -176,13 +176,9 @@ def field_notes(pipeline: Pipeline, frame: Any, where: str) -> list[str]:
                 f"{'the commonest value' if one['kind'] in ('truth values', 'categories') else 'the median'} of the "
                 "training rows."
             )
-        if known and (new := [label for label in labels_of(column) if isinstance(label, str) and label not in known]):
+        if one.get("categories"):
             same = f", as for {one['without_indicator']!r}" if one["without_indicator"] is not None else ""
-            notes.append(
-                f"Column {name!r}: {counted(len(new), 'row')} of {where} {'has' if len(new) == 1 else 'have'} a value "
-                f"that the training rows lack, such as {new[0]!r}; all of its indicators are 0 there{same}. Known are "
-                f"{listed(one['categories'])}."
-            )
+            notes += unknown_categories(column, one["categories"], f"all of its indicators are 0 there{same}", where)
     return notes
 
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bilevel.errors import BilevelError
-from bilevel.tabular.checking import check_target, feature_kinds, rare_classes
+from bilevel.tabular.checking import check_target, feature_kinds
 from bilevel.tabular.columns import FeatureKind
-from bilevel.tabular.dates import as_days
+from bilevel.tabular.dates import as_days, date_order
 from bilevel.tabular.formatting import check_names, counted, listed
 from bilevel.tabular.reading import DataTable
 from bilevel.tabular.settings import TuneSettings
@@ -56,7 +56,13 @@ def used_table(table: DataTable, settings: TuneSettings) -> UsedTable:
     rows = np.flatnonzero(keep)
     if settings.time is not None:
         times = table.frame[settings.time].iloc[rows]
-        order = as_days(times) if kind_of(times) == "date" else numbers_of(times)
+        dates = kind_of(times) == "date"
+        if dates and date_order(times) is None:
+            raise BilevelError(
+                f"--time {settings.time!r} holds dates ({first_of(times, times.notna())}), and no value tells whether "
+                "the day or the month comes first. Write them as 2024-03-31."
+            )
+        order = as_days(times) if dates else numbers_of(times)
         if (bad := ~np.isfinite(order)).any():
             raise BilevelError(
                 f"--time {settings.time!r} needs a date or a number in every row ({first_of(times, bad)})."
@@ -147,8 +153,15 @@ def _enough_rows(table: DataTable, settings: TuneSettings, y: NDArray[Any], clas
             f"{table.path} has {counted(rows, 'usable row')}, too few for --cv {settings.cv}, which needs "
             f"{2 * enough}. Add rows, or write fewer folds."
         )
-    if classes:
-        rare_classes(y.tolist(), settings, enough)
+    if not classes:
+        return
+    names, counts = np.unique(y.tolist(), return_counts=True)
+    rare = [f"{name!r} ({count})" for name, count in zip(names.tolist(), counts, strict=True) if count < enough]
+    if rare:
+        raise BilevelError(
+            f"The target {settings.target!r} has classes with few rows: {', '.join(rare)}. --cv {settings.cv} needs "
+            f"{enough} of each. Write fewer folds, or remove the rows of these classes."
+        )
 
 
 def rows_needed(folds: int) -> int:

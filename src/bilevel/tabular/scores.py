@@ -1,4 +1,4 @@
-"""Errors of predictions, and whether the difference between two models is significant."""
+"""Errors of predictions, whether the difference between two models is significant, and shares of the variance."""
 
 from __future__ import annotations
 
@@ -97,3 +97,32 @@ def corrected_test(first: Floats, second: Floats, ratio: float) -> PairedTest:
     if mean == 0 or not np.isfinite(error):
         return PairedTest(mean, error, 1.0)
     return PairedTest(mean, error, float(2 * stats.t.sf(abs(mean) / error, count - 1)) if error > 0 else 0.0)
+
+
+def explained_shares(contributions: Floats, y: Floats, predicted: Floats, weights: Floats | None = None) -> Floats:
+    """The parts of R² = Σ s ŷ(2ỹ − ŷ) / Σ s ỹ², with ŷ = Σ_g c_g: part g is Σ s c_g (2ỹ − ŷ) / Σ s ỹ².
+
+    ỹ and ŷ are y and the prediction minus the intercept, so the parts sum to 1 − Σ s (y − prediction)² / Σ s ỹ². A part
+    is negative if its group makes predictions worse.
+
+    >>> c = np.array([[1.0, 0.0], [-1.0, 0.0]])
+    >>> explained_shares(c, np.array([3.0, 1.0]), np.array([3.0, 1.0])).tolist()
+    [1.0, 0.0]
+    """
+    weights = np.ones(len(y)) if weights is None else weights
+    total = contributions.sum(1)
+    centred = y - (predicted - total)
+    scale = float(weights @ centred**2)
+    return (weights * (2 * centred - total)) @ contributions / scale if scale > 0 else np.zeros(contributions.shape[1])
+
+
+def score_shares(contributions: Floats) -> Floats:
+    """For classes: the share in the variance of the linear score η = Σ_g c_g, Σ cov(c_g, η) / Σ var(η) over outputs.
+
+    >>> score_shares(np.array([[[1.0, 0.0]], [[-1.0, 0.0]]])).tolist()
+    [1.0, 0.0]
+    """
+    centred = contributions - contributions.mean(0)
+    total = centred.sum(2)
+    scale = float((total**2).sum())
+    return np.einsum("ikg,ik->g", centred, total) / scale if scale > 0 else np.zeros(contributions.shape[2])

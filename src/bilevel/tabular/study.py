@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +10,16 @@ import numpy as np
 from sklearn.pipeline import Pipeline
 
 from bilevel.tabular.additive import additive_pipeline
-from bilevel.tabular.comparing import Doing, ModelComparison, compare, fold_features, penalty_of
-from bilevel.tabular.fitting import additive_estimator, make_estimator
+from bilevel.tabular.candidates import additive_estimator, make_estimator, one_penalty
+from bilevel.tabular.comparing import ComparedModel, Doing, ModelComparison, compare, fold_features, penalty_of
 from bilevel.tabular.formatting import counted, listed
 from bilevel.tabular.groups import column_groups
 from bilevel.tabular.leaks import leaks
 from bilevel.tabular.model import TableModel, field_notes
 from bilevel.tabular.preparing import UsedTable, used_table
 from bilevel.tabular.reading import DataTable
-from bilevel.tabular.rivals import one_penalty
+from bilevel.tabular.scores import explained_shares, score_shares
 from bilevel.tabular.settings import ModelKind, TuneSettings
-from bilevel.tabular.variance import variance_by_group
 from bilevel.tabular.verdicts import TableVerdict, table_verdict
 
 
@@ -77,9 +77,9 @@ def tune(table: DataTable, settings: TuneSettings, *, doing: Doing = lambda what
     else:
         model, X = _fitted(table, used, settings, groups, kind)
         folds = used.splits.inner(np.arange(len(used.y)))
-        shared = one_penalty(kind, X, used.y, used.weights, folds, settings.l1_ratio)
+        shared = one_penalty(kind, X, used.y, used.weights, folds, settings.l1_ratio, used.splits.exchangeable)
     notes = [*used.notes, *hints, *_notes(table, settings, used, comparison, model, verdict)]
-    variance = variance_by_group(used, verdict.ours, groups)
+    variance = _variance_by_group(used, verdict.ours, groups)
     return TableStudy(settings, table, used, model, groups, comparison, verdict, variance, shared, notes)
 
 
@@ -110,6 +110,24 @@ def _fitted_additive(table: DataTable, used: UsedTable, settings: TuneSettings) 
     pipeline = additive_pipeline(used.kinds, settings.missing == "median", estimator)
     pipeline.fit(used.frame, used.y, model__sample_weight=used.weights)
     return TableModel(pipeline, "additive", settings.target, settings.missing, facts=_facts(table, used, settings))
+
+
+def _variance_by_group(used: UsedTable, model: ComparedModel, groups: Mapping[str, str]) -> dict[str, float]:
+    """The share that each group explains, the largest first. Without groups, the share of each column."""
+    if model.contributions is None:
+        return {}
+    columns = list(used.kinds)
+    names = list(dict.fromkeys(groups.get(column, column) for column in columns))
+    group_index = np.array([names.index(groups.get(column, column)) for column in columns])
+    tested = ~np.isnan(model.contributions[:, 0, 0])
+    parts = model.contributions[tested] @ np.eye(len(names))[group_index]
+    weights = None if used.weights is None else used.weights[tested]
+    if used.classes:
+        shares = score_shares(parts)
+    else:
+        shares = explained_shares(parts[:, 0], used.y[tested], model.predicted[tested], weights)
+    share_of = dict(zip(names, shares.tolist(), strict=True))
+    return dict(sorted(share_of.items(), key=lambda item: -item[1]))
 
 
 def _facts(table: DataTable, used: UsedTable, settings: TuneSettings) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bilevel.tabular.candidates import CONSTANT
 from bilevel.tabular.comparing import ComparedModel, ModelComparison
 from bilevel.tabular.formatting import counted
-from bilevel.tabular.rivals import CONSTANT
 from bilevel.tabular.scores import PairedTest, corrected_test, measures
 
 SIGNIFICANT = 0.05
