@@ -293,6 +293,7 @@ def test_what_an_algorithm_cannot_do_is_refused(settings, words):
         lambda: bl.SPG(tol=-1),
         lambda: bl.SPG(first_step=math.inf),
         lambda: bl.Descent(torch.optim.SGD([torch.zeros(1)], lr=1)),
+        lambda: bl.SRBA(period=2.5),
     ],
 )
 def test_settings_that_make_no_sense(make):
@@ -301,8 +302,8 @@ def test_settings_that_make_no_sense(make):
 
 
 def test_without_scipy_the_message_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(bl.BilevelError, match="pip install scipy"):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(bl.BilevelError, match="LBFGSB needs scipy"):
         solve(bl.LBFGSB())
 
 

@@ -123,7 +123,14 @@ def test_conjugate_gradients_end_after_as_many_products_as_there_are_eigenvalues
     assert bl.CG(tol=1e-12).solve(Counted(matrix).operator(), vector(8, 0)).products == 3 + 1
 
 
-@pytest.mark.parametrize("solver", [bl.CG(max_iter=2), bl.FixedPoint(max_iter=2), bl.Neumann(2)], ids=str)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        *(bl.CG(max_iter=2), bl.FixedPoint(max_iter=2), bl.Neumann(2)),
+        *(bl.GMRES(max_iter=0), bl.BiCGSTAB(max_iter=0), bl.NormalCG(max_iter=0)),
+    ],
+    ids=str,
+)
 def test_a_solver_that_stops_early_reports_its_residual(solver):
     matrix, b = positive_definite(20, 0, condition=1000.0), vector(20, 0)
     solution = solver.solve(Counted(matrix).operator(), b)

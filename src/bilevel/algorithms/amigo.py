@@ -8,7 +8,7 @@ from typing import ClassVar
 from typing_extensions import Self
 
 from bilevel.algorithms.draws import Draws
-from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop, check_count
+from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop
 from bilevel.engine.oracles import Derivatives, Triple
 
 
@@ -25,19 +25,12 @@ class AmIGO(SingleLoop):
 
     exponents: ClassVar[tuple[float, float]] = (0.25, 0.5)
     needs_curvature: ClassVar[bool] = False
+    counts: ClassVar[tuple[str, ...]] = ("inner_steps",)
 
     inner_steps: int = 10
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "inner_steps")
-
     def draws(self, terms: int) -> tuple[int, int]:
         return 2 * self.inner_steps + 1, 1
-
-    @property
-    def inner_steps_taken(self) -> int:
-        return self.inner_steps
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
         w, v, lam = point.w, point.v, point.lam

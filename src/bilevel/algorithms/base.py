@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing_extensions import Self
 from bilevel.constraints import Constraint
 from bilevel.engine.method import Hypergradient
 from bilevel.engine.process import Process
-from bilevel.errors import Outcome
+from bilevel.errors import BilevelError, Outcome
 from bilevel.problem import Task
 from bilevel.trees import Tree
 
@@ -47,6 +48,17 @@ class OuterProblem:
     task: Task | None = None
     process: Callable[[Tree, Task], Process] | None = None
     report: Callable[[Tree, Hypergradient, float], None] | None = None
+
+
+def check_settings(tol: float, first_step: float, **counts: int) -> None:
+    """Refuse settings that are not a tolerance, the length of a step, and numbers of iterations or values."""
+    for name, number in counts.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise BilevelError(f"{name}={number!r} is not a number of iterations or values; pass an int ≥ 1.")
+    if not tol >= 0:
+        raise BilevelError(f"tol={tol!r} is not a tolerance; pass a number ≥ 0.")
+    if not 0 < first_step < math.inf:
+        raise BilevelError(f"first_step={first_step!r} is not a length; pass a number > 0.")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from bilevel.algorithms.draws import Draws
-from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop, check_count
+from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop
 from bilevel.algorithms.step_sizes import Probe
 from bilevel.engine.oracles import Derivatives, Triple
 from bilevel.errors import BilevelError
@@ -52,19 +52,15 @@ class BOME(SingleLoop):
     unbiased: ClassVar[bool] = False
     second_derivatives: ClassVar[bool] = False
     needs_curvature: ClassVar[bool] = False
+    counts: ClassVar[tuple[str, ...]] = ("inner_steps",)
 
     inner_steps: int = 10
     barrier: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "inner_steps")
         if not 0 < self.barrier < float("inf"):
             raise BilevelError(f"BOME(barrier={self.barrier!r}) is not a rate at which q falls; pass a number > 0.")
-
-    @property
-    def inner_steps_taken(self) -> int:
-        return self.inner_steps
 
     def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
         """ξ, or 0 if γ is given. ξ also moves w along ∇E, so the curvature of E limits it."""

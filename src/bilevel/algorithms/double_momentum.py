@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from bilevel.algorithms.draws import BatchSource, Draws
 from bilevel.algorithms.inverse_products import Systems
-from bilevel.algorithms.single_loop import DELAY, Memory, Move, Rates, SingleLoop, check_count
+from bilevel.algorithms.single_loop import DELAY, Memory, Move, Rates, SingleLoop
 from bilevel.engine.oracles import Derivatives, Triple
 from bilevel.errors import BilevelError
 
@@ -29,13 +29,13 @@ class DoubleMomentum(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (1 / 3, 1 / 3)
+    counts: ClassVar[tuple[str, ...]] = ("terms",)
 
     terms: int | None = None
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "terms")
         if not 0 < self.momentum <= 1:
             raise BilevelError(
                 f"momentum={self.momentum!r} is not the weight of a new gradient; pass 0 < momentum ≤ 1."

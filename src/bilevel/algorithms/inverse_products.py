@@ -1,11 +1,14 @@
-"""Approximate products with the inverse of a Hessian that is drawn batch by batch."""
+"""Approximate products with the inverse of a Hessian that is drawn batch by batch, and the step of λ with them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from bilevel.algorithms.draws import Draws
-from bilevel.engine.oracles import Derivatives
+from bilevel.algorithms.single_loop import Memory, Move, Rates
+from bilevel.engine.oracles import Derivatives, Triple
 
 # A point (w, λ) and the right-hand side ∇_w E there. Several systems share their batches.
 Systems = list[tuple[Tensor, Tensor, Tensor]]
@@ -31,6 +34,25 @@ def random_neumann(at: Derivatives, systems: Systems, eta: float, terms: int, dr
     for _ in range(draw.integer(terms)):
         powers = _factor(at, systems, powers, eta, draw)
     return [-eta * terms * power for power in powers]
+
+
+def outer_move(
+    series: Callable[..., list[Tensor]],
+    at: Derivatives,
+    point: Triple,
+    w: Tensor,
+    slope: Tensor,
+    memory: Memory,
+    draw: Draws,
+    rates: Rates,
+) -> Move:
+    """The step of λ after inner steps from `point` to w, the last of them along `slope`; v is computed by `series`."""
+    lam = point.lam
+    value, outer_w, outer_lam = at.outer(w, lam, draw.outer())
+    (v,) = series(at, [(w, lam, outer_w)], rates.eta, rates.terms, draw)
+    hypergradient = at.cross(w, lam, v, draw.inner()) + outer_lam
+    after = Triple(w, v, lam.sub(hypergradient, alpha=rates.outer))
+    return Move(value, Triple(slope, v - point.v, hypergradient), after, memory)
 
 
 def _factor(at: Derivatives, systems: Systems, powers: list[Tensor], eta: float, draw: Draws) -> list[Tensor]:

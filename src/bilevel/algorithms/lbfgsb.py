@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from bilevel import trees
-from bilevel.algorithms.base import Algorithm, OuterProblem
+from bilevel import extras, trees
+from bilevel.algorithms.base import Algorithm, OuterProblem, check_settings
 from bilevel.constraints.base import Constraint
 from bilevel.constraints.box import Box
 from bilevel.constraints.non_negative import NonNegative
@@ -64,17 +64,10 @@ class LBFGSB(Algorithm):
     memory: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("max_iter", "memory"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise BilevelError(f"{name}={number!r} is not a number of iterations; pass an int ≥ 1.")
-        if not self.tol >= 0:
-            raise BilevelError(f"tol={self.tol!r} is not a tolerance; pass a number ≥ 0.")
-        if not 0 < self.first_step < math.inf:
-            raise BilevelError(f"first_step={self.first_step!r} is not a length; pass a number > 0.")
+        check_settings(self.tol, self.first_step, max_iter=self.max_iter, memory=self.memory)
 
     def minimise(self, outer: OuterProblem) -> Outcome:
-        minimize = _import_minimize()
+        scipy_optimize = extras.load("scipy.optimize", extra="table", purpose="LBFGSB")
         leaves, spec = trees.flatten(outer.lam)
         plain = outer.lam is leaves[0] and _is_vector(leaves[0])
         scale, calls = 0.0, 0
@@ -94,7 +87,7 @@ class LBFGSB(Algorithm):
             scale = scale or self._scale(value, grad)
             return scale * value, scale * grad
 
-        found = minimize(
+        found = scipy_optimize.minimize(
             objective,
             _vector(outer.lam),
             jac=True,
@@ -159,11 +152,3 @@ def _bounds(constraint: Constraint | None, lam: Tree) -> Any:
         for far in (-math.inf, math.inf)
     )
     return np.stack([low, high], axis=1)
-
-
-def _import_minimize() -> Any:
-    try:
-        from scipy.optimize import minimize
-    except ImportError as error:
-        raise BilevelError("LBFGSB needs scipy, which is not installed. Install it with: pip install scipy") from error
-    return minimize

@@ -92,6 +92,8 @@ class SingleLoop(Algorithm):
     needs_curvature: ClassVar[bool] = True
     # It differentiates gradients of the inner objective.
     second_derivatives: ClassVar[bool] = True
+    # The settings that are numbers of steps, terms or iterations. None is allowed if it is the default.
+    counts: ClassVar[tuple[str, ...]] = ()
 
     inner_lr: StepSize = field(default=None, kw_only=True)
     outer_lr: StepSize = field(default=None, kw_only=True)
@@ -103,6 +105,14 @@ class SingleLoop(Algorithm):
             size = getattr(self, name)
             if size is not None and not callable(size) and not 0 < size < math.inf:
                 raise BilevelError(f"{name}={size!r} is not a step size; pass a number > 0, a function of k, or None.")
+        for name in self.counts:
+            number, optional = getattr(self, name), type(self).__dataclass_fields__[name].default is None
+            if not (number is None and optional) and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 1
+            ):
+                raise BilevelError(
+                    f"{type(self).__name__}({name}={number!r}) is not a number; pass an int ≥ 1{' or None' * optional}."
+                )
 
     @abstractmethod
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
@@ -118,8 +128,8 @@ class SingleLoop(Algorithm):
 
     @property
     def inner_steps_taken(self) -> int:
-        """How many steps of w an iteration takes."""
-        return 1
+        """How many steps of w an iteration takes: the setting `inner_steps`, if the algorithm has it."""
+        return getattr(self, "inner_steps", 1)
 
     def outer_step(self, probe: Probe, inner_lr: float) -> float:
         """The step size of λ that `outer_lr=None` begins with."""
@@ -285,16 +295,6 @@ class _SingleLoopRun:
     def load(self, saved: Tree) -> None:
         self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), _restored(saved["point"])
         self.memory = {name: _restored(value) for name, value in saved["memory"].items()}
-
-
-def check_count(algorithm: SingleLoop, *names: str) -> None:
-    """Refuse settings that are not numbers of steps or terms; None is allowed where it is the default."""
-    for name in names:
-        number = getattr(algorithm, name)
-        if number is None and type(algorithm).__dataclass_fields__[name].default is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise BilevelError(f"{type(algorithm).__name__}({name}={number!r}) is not a number; pass an int ≥ 1.")
 
 
 def _warn_of_idle_processes(algorithm: SingleLoop, parts: int) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
-from bilevel.algorithms.base import Algorithm, OuterProblem
+from bilevel.algorithms.base import Algorithm, OuterProblem, check_settings
 from bilevel.engine.oracles import FlatTree
-from bilevel.errors import BilevelError, Outcome
+from bilevel.errors import Outcome
 
 # The number of steps within which f_T must improve.
 PATIENCE = 10
@@ -67,12 +67,7 @@ class SPG(Algorithm):
     memory: int = 10
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory, bool) or not isinstance(self.memory, int) or self.memory < 1:
-            raise BilevelError(f"memory={self.memory!r} is not a number of values; pass an int ≥ 1.")
-        if not self.tol >= 0:
-            raise BilevelError(f"tol={self.tol!r} is not a tolerance; pass a number ≥ 0.")
-        if not 0 < self.first_step < math.inf:
-            raise BilevelError(f"first_step={self.first_step!r} is not a length; pass a number > 0.")
+        check_settings(self.tol, self.first_step, memory=self.memory)
 
     def minimise(self, outer: OuterProblem) -> Outcome:
         flat = FlatTree.of(outer.lam)

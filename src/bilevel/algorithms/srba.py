@@ -9,7 +9,6 @@ from bilevel.algorithms.draws import BatchSource, Draws
 from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop
 from bilevel.algorithms.step_sizes import mean_directions
 from bilevel.engine.oracles import Derivatives, Triple
-from bilevel.errors import BilevelError
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,9 @@ class SRBA(SingleLoop):
     variance_reduced: ClassVar[bool] = True
     share: ClassVar[float] = 1 / 2
     needs_curvature: ClassVar[bool] = False
+    counts: ClassVar[tuple[str, ...]] = ("period",)
 
     period: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.period is not None and (isinstance(self.period, bool) or self.period < 1):
-            raise BilevelError(f"SRBA(period={self.period!r}) is not a number of iterations; pass an int ≥ 1 or None.")
 
     def begin(self, at: Derivatives, point: Triple, train: BatchSource, val: BatchSource) -> Memory:
         return {"since": 0, "before": point, "direction": point}

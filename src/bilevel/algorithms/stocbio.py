@@ -8,8 +8,8 @@ from typing import ClassVar
 from typing_extensions import Self
 
 from bilevel.algorithms.draws import Draws
-from bilevel.algorithms.inverse_products import neumann
-from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop, check_count
+from bilevel.algorithms.inverse_products import neumann, outer_move
+from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop
 from bilevel.engine.oracles import Derivatives, Triple
 
 
@@ -26,31 +26,20 @@ class StocBiO(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.0, 0.5)
+    counts: ClassVar[tuple[str, ...]] = ("inner_steps", "terms")
 
     inner_steps: int = 10
     terms: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "inner_steps", "terms")
-
     def draws(self, terms: int) -> tuple[int, int]:
         return self.inner_steps + terms, 1
 
-    @property
-    def inner_steps_taken(self) -> int:
-        return self.inner_steps
-
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
-        w, lam = point.w, point.lam
+        w = point.w
         for _ in range(self.inner_steps):
-            slope = at.gradient(w, lam, draw.inner())
+            slope = at.gradient(w, point.lam, draw.inner())
             w = w.sub(slope, alpha=rates.inner)
-        value, outer_w, outer_lam = at.outer(w, lam, draw.outer())
-        (v,) = neumann(at, [(w, lam, outer_w)], rates.eta, rates.terms, draw)
-        hypergradient = at.cross(w, lam, v, draw.inner()) + outer_lam
-        after = Triple(w, v, lam.sub(hypergradient, alpha=rates.outer))
-        return Move(value, Triple(slope, v - point.v, hypergradient), after, memory)
+        return outer_move(neumann, at, point, w, slope, memory, draw, rates)
 
     @classmethod
     def examples(cls) -> list[Self]:

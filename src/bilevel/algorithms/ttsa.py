@@ -8,8 +8,8 @@ from typing import ClassVar
 from typing_extensions import Self
 
 from bilevel.algorithms.draws import Draws
-from bilevel.algorithms.inverse_products import random_neumann
-from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop, check_count
+from bilevel.algorithms.inverse_products import outer_move, random_neumann
+from bilevel.algorithms.single_loop import Memory, Move, Rates, SingleLoop
 from bilevel.engine.oracles import Derivatives, Triple
 
 
@@ -26,25 +26,17 @@ class TTSA(SingleLoop):
     """
 
     exponents: ClassVar[tuple[float, float]] = (0.4, 0.6)
+    counts: ClassVar[tuple[str, ...]] = ("terms",)
 
     terms: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "terms")
 
     def draws(self, terms: int) -> tuple[int, int]:
         return terms + 1, 1
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
-        lam = point.lam
-        slope = at.gradient(point.w, lam, draw.inner())
+        slope = at.gradient(point.w, point.lam, draw.inner())
         w = point.w.sub(slope, alpha=rates.inner)
-        value, outer_w, outer_lam = at.outer(w, lam, draw.outer())
-        (v,) = random_neumann(at, [(w, lam, outer_w)], rates.eta, rates.terms, draw)
-        hypergradient = at.cross(w, lam, v, draw.inner()) + outer_lam
-        after = Triple(w, v, lam.sub(hypergradient, alpha=rates.outer))
-        return Move(value, Triple(slope, v - point.v, hypergradient), after, memory)
+        return outer_move(random_neumann, at, point, w, slope, memory, draw, rates)
 
     @classmethod
     def examples(cls) -> list[Self]:

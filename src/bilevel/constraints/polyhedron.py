@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from bilevel import trees
+from bilevel import extras, trees
 from bilevel.constraints.base import Constraint
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
@@ -102,7 +101,8 @@ def _active_rows(x: Tensor, rows: Tensor, limits: Tensor, equations: int) -> Ten
     system = np.concatenate([-inequalities.T, violation[None]])
     target = np.zeros(len(system))
     target[-1] = 1.0
-    multipliers, residual = _nnls()(system, target)
+    nnls = extras.load("scipy.optimize", extra="table", purpose="Polyhedron").nnls
+    multipliers, residual = nnls(system, target)
     if residual <= 1e-10:
         raise BilevelError(
             "Polyhedron is an empty set: no point satisfies all its rows G x ≤ h and A x = b. Relax a limit."
@@ -116,13 +116,3 @@ def _active_rows(x: Tensor, rows: Tensor, limits: Tensor, equations: int) -> Ten
             "active set is degenerate and the projection has no derivative. Remove redundant rows."
         )
     return chosen
-
-
-def _nnls() -> Callable[..., Any]:
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise BilevelError(
-            "Polyhedron needs scipy, which is not installed. Install it with: pip install scipy"
-        ) from error
-    return nnls

@@ -74,10 +74,8 @@ class LinearSolver(ABC):
     advice: ClassVar[str] = "Use a more accurate solver."
 
     @abstractmethod
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
-        """The solution. Iterative solvers begin at `x0`, a warm start."""
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+        """The solution. `matvec` is an `Operator` or v ↦ A v. Iterative solvers begin at `x0`, a warm start."""
 
     @classmethod
     def examples(cls) -> list[Self]:
@@ -97,6 +95,17 @@ def reachable(tol: float, b: Tensor) -> float:
 def relative(residual: Tensor, b: Tensor) -> float:
     scale = float(b.norm())
     return float(residual.norm()) / scale if scale > 0 else 0.0
+
+
+def first_residual(operator: Operator, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """x_0, b − A x_0 and the products spent.
+
+    A warm start that is worse than zero is dropped, because cancellation would lose digits for good.
+    """
+    if x0 is None:
+        return torch.zeros_like(b), b.clone(), 0
+    residual = b - operator(x0)
+    return (x0.clone(), residual, 1) if residual.norm() <= b.norm() else (torch.zeros_like(b), b.clone(), 1)
 
 
 def random_directions(count: int, like: Tensor, seed: int) -> Tensor:

@@ -15,11 +15,11 @@ from bilevel.linear_solvers.base import (
     LinearSolver,
     Operator,
     as_operator,
+    first_residual,
     random_directions,
     reachable,
     relative,
 )
-from bilevel.linear_solvers.gmres import first_residual
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,9 @@ class BiCGSTAB(LinearSolver):
 
     advice: ClassVar[str] = "Raise max_iter, or use GMRES(), whose residual never grows."
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
-        operator, limit = as_operator(matvec), self.max_iter or max(1000, 20 * b.numel())
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+        operator = as_operator(matvec)
+        limit = max(1000, 20 * b.numel()) if self.max_iter is None else self.max_iter
         x, residual, products = first_residual(operator, b, x0)
         tol, measured = reachable(self.tol, b), relative(residual, b)
         for attempt in range(1 + self.restarts):

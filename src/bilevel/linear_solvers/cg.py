@@ -16,6 +16,7 @@ from bilevel.linear_solvers.base import (
     LinearSolver,
     Operator,
     as_operator,
+    first_residual,
     random_directions,
     reachable,
     relative,
@@ -47,9 +48,7 @@ class CG(LinearSolver):
         "Raise max_iter, or precondition with CG(preconditioner=Nystrom(rank)) or Implicit(preconditioner=…)."
     )
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
         operator = as_operator(matvec)
         products = 0
         if operator.symmetric is None:
@@ -81,11 +80,7 @@ def conjugate(
     A poor preconditioner costs iterations, not accuracy: the residual is that of the system without it.
     """
     limit = 2 * b.numel() if max_iter is None else max_iter
-    x = torch.zeros_like(b) if x0 is None else x0.clone()
-    residual = b.clone() if x0 is None else b - operator(x)
-    if not residual.norm() <= b.norm():
-        # A start that is worse than zero is dropped, because cancellation would lose digits for good.
-        x, residual = torch.zeros_like(b), b.clone()
+    x, residual, started = first_residual(operator, b, x0)
     target = reachable(tol, b) * b.norm()
     direction, previous, iterations = torch.zeros_like(b), None, 0
     while residual.norm() > target and iterations < limit:
@@ -116,7 +111,7 @@ def conjugate(
             )
         length = slope / curvature
         x, residual, previous = x + length * direction, residual - length * image, slope
-    return x, residual, iterations + (x0 is not None)
+    return x, residual, iterations + started
 
 
 def refuse_unless_symmetric(operator: Operator, b: Tensor, solver: str) -> None:

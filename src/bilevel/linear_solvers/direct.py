@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, relative
+from bilevel.linear_solvers.base import LinearSolution, LinearSolver, as_operator, relative
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,7 @@ class Direct(LinearSolver):
         "The matrix is nearly singular: add an L2 term to the inner objective, or use Reverse(), which needs no system."
     )
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
         size = b.numel()
         if size > self.largest:
             raise BilevelError(

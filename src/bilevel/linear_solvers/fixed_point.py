@@ -35,9 +35,7 @@ class FixedPoint(LinearSolver):
 
     advice: ClassVar[str] = "Raise max_iter, or use CG() if the matrix is symmetric and Direct() if it is small."
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
         operator = as_operator(matvec)
         omega, products = relaxation(operator, b, self.step)
         x = omega * b if x0 is None else x0.clone()

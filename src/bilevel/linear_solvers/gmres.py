@@ -11,7 +11,15 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, reachable, relative
+from bilevel.linear_solvers.base import (
+    LinearSolution,
+    LinearSolver,
+    Operator,
+    as_operator,
+    first_residual,
+    reachable,
+    relative,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,9 @@ class GMRES(LinearSolver):
 
     advice: ClassVar[str] = "Raise restart or max_iter, or use Direct() if the matrix is small."
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
-        operator, limit = as_operator(matvec), self.max_iter or max(1000, 10 * b.numel())
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+        operator = as_operator(matvec)
+        limit = max(1000, 10 * b.numel()) if self.max_iter is None else self.max_iter
         x, residual, products = first_residual(operator, b, x0)
         tol = reachable(self.tol, b)
         while relative(residual, b) > tol and products < limit:
@@ -67,14 +74,6 @@ class GMRES(LinearSolver):
     @classmethod
     def examples(cls) -> list[Self]:
         return [cls(), cls(restart=5)]
-
-
-def first_residual(operator: Operator, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, int]:
-    """x_0, b − A x_0 and the products spent. A warm start that is worse than zero is dropped."""
-    if x0 is None:
-        return torch.zeros_like(b), b.clone(), 0
-    residual = b - operator(x0)
-    return (x0.clone(), residual, 1) if residual.norm() <= b.norm() else (torch.zeros_like(b), b.clone(), 1)
 
 
 def _cycle(operator: Operator, residual: Tensor, dimensions: int, target: float) -> tuple[Tensor, int, bool]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, relative
+from bilevel.linear_solvers.base import LinearSolution, LinearSolver, as_operator, relative
 from bilevel.linear_solvers.fixed_point import relaxation
 
 
@@ -26,9 +26,7 @@ class Neumann(LinearSolver):
 
     advice: ClassVar[str] = "Raise terms, or use CG() if the matrix is symmetric."
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
         if self.terms < 1:
             raise BilevelError(f"Neumann(terms={self.terms}) has no terms to add up; pass terms ≥ 1.")
         operator = as_operator(matvec)

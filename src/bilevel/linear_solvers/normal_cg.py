@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import LinearSolution, LinearSolver, Operator, as_operator, reachable, relative
-from bilevel.linear_solvers.gmres import first_residual
+from bilevel.linear_solvers.base import LinearSolution, LinearSolver, as_operator, first_residual, reachable, relative
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,9 @@ class NormalCG(LinearSolver):
 
     advice: ClassVar[str] = "Raise max_iter, or use GMRES(), which does not square the condition number."
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
-        operator, limit = as_operator(matvec), self.max_iter or max(1000, 20 * b.numel())
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
+        operator = as_operator(matvec)
+        limit = max(1000, 20 * b.numel()) if self.max_iter is None else self.max_iter
         transposed = operator.transposed_product("NormalCG")
         x, residual, products = first_residual(operator, b, x0)
         moved, epsilon, tol = products, torch.finfo(b.dtype).eps, reachable(self.tol, b)

@@ -76,9 +76,7 @@ class Nystrom(LinearSolver):
 
         return apply
 
-    def solve(
-        self, matvec: Operator | Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None
-    ) -> LinearSolution:
+    def solve(self, matvec: Callable[[Tensor], Tensor], b: Tensor, x0: Tensor | None = None) -> LinearSolution:
         operator = as_operator(matvec)
         invert = self.inverse(operator, b)
         x = invert(b) if x0 is None else x0 + invert(b - operator(x0))
