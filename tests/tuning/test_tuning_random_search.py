@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 
 import bilevel as bl
 from bilevel.tuning import Initialisation, LearningRate, LossWeights, WeightDecay
-from bilevel.tuning.preparation import prepare
 from bilevel.tuning.random_search import _drawn, random_search
+from bilevel.tuning.training_problem import prepare
 
 
 def problem(hyperparameters, loss=mse_loss, **settings):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bilevel.tuning.gap import Gap
-from bilevel.tuning.preparation import prepare
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.augmentation import Augmentation, gaussian_noise
 from bilevel.tuning.roles.base import Hyperparameter
@@ -15,7 +14,7 @@ from bilevel.tuning.roles.learning_rate import LearningRate
 from bilevel.tuning.roles.loss_weights import LossWeights
 from bilevel.tuning.roles.momentum import Momentum
 from bilevel.tuning.roles.weight_decay import WeightDecay
-from bilevel.tuning.training_problem import TrainingProblem
+from bilevel.tuning.training_problem import TrainingProblem, prepare
 from bilevel.tuning.transforms import Transform
 from bilevel.tuning.tuner import tune
 

@@ -20,13 +20,12 @@ from bilevel.tuning.batches import Batch, ReplayedLoader, refuse_same_data
 from bilevel.tuning.gap import find_gap
 from bilevel.tuning.holdout import evaluate_held_out, split_validation
 from bilevel.tuning.network import Network
-from bilevel.tuning.preparation import prepare
 from bilevel.tuning.random_search import search_for_comparison
 from bilevel.tuning.randomness import derived_seed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.space import Space, as_array
-from bilevel.tuning.training_problem import TrainingProblem
+from bilevel.tuning.training_problem import TrainingProblem, prepare
 
 # The history keeps hyperparameters with at most this many entries.
 LARGEST_HISTORY = 1000
@@ -300,16 +299,15 @@ def _refuse_ambiguous(optimizer: Any, dynamics: Any) -> None:
 
 
 def _check_settings(iterations: Any, outer_lr: Any, batches: Any, validation: Any, patience: Any, runs: Any) -> None:
-    if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
-        raise BilevelError(f"runs={runs!r} is not a number of trainings. Pass an int ≥ 1.")
-    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-        raise BilevelError(f"iterations={iterations!r} is not a number of hyperiterations. Pass an int ≥ 0.")
+    for name, number, least, what in (
+        ("runs", runs, 1, "trainings"),
+        ("iterations", iterations, 0, "hyperiterations"),
+        ("patience", 1 if patience is None else patience, 1, "hyperiterations to wait"),
+    ):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise BilevelError(f"{name}={number!r} is not a number of {what}. Pass an int ≥ {least}.")
     if not (isinstance(outer_lr, (int, float)) and outer_lr > 0):
         raise BilevelError(f"outer_lr={outer_lr!r} is not a step size. Pass a number > 0, for example 0.1.")
-    if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
-        raise BilevelError(
-            f"patience={patience!r} is not a number of hyperiterations to wait. Pass an int ≥ 1 or None."
-        )
     if batches not in ("same", "new"):
         raise BilevelError(f"batches={batches!r} is not possible. Pass 'same' or 'new'.")
     if validation not in ("whole", "minibatch"):
