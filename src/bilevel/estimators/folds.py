@@ -89,9 +89,9 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
         val_mask[k, _as_indices(val, len(y))] = True
     signatures, cell = np.unique(np.vstack([train_mask, val_mask]).T, axis=0, return_inverse=True)
     folds = Folds(cell.reshape(-1), signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
-    for k in np.flatnonzero((folds.train_weights().sum(1) <= 0) | (folds.val_weights().sum(1) <= 0)):
+    for empty in np.flatnonzero((folds.train_weights().sum(1) <= 0) | (folds.val_weights().sum(1) <= 0)):
         raise BilevelError(
-            f"Fold {k} of cv={cv!r} has no row with a positive sample weight to train on, or none to be "
+            f"Fold {empty} of cv={cv!r} has no row with a positive sample weight to train on, or none to be "
             "evaluated on. Pass fewer folds, or positive weights for more rows."
         )
     return folds

@@ -16,6 +16,8 @@ from bilevel.estimators.tensors import as_numpy, like
 class BilevelRegressor(BilevelEstimator):
     """A linear model for a numeric target, with one or several columns."""
 
+    coef_: Any
+    intercept_: Any
     _several_targets = True
 
     def __sklearn_tags__(self) -> Any:

@@ -131,12 +131,12 @@ class LeaveOneOut(DeclaredOuter):
         return code_of(self, self.penalty, self.extra)
 
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
-        X, y, weight, own, data = batch
+        X, y, weight, of_intercept, data = batch
         alpha = self.penalty(lam)
         matrix = weighted_gram(X, weight) + (alpha if alpha.ndim == 2 else alpha.expand(X.shape[1]).diag())
         inverse = torch.cholesky_solve(X.mT, torch.linalg.cholesky(matrix)).mT
         leverage = weight * (inverse * X).sum(1)
-        error = squared_error((y - w[0] @ X.mT) / (1 - own - leverage), weight)
+        error = squared_error((y - w[0] @ X.mT) / (1 - of_intercept - leverage), weight)
         return error + self.freedom * leverage.sum() / weight.sum() + self.extra(lam, data)
 
 
@@ -166,11 +166,11 @@ class LeaveOneOutSlopes:
 
     @classmethod
     def of(
-        cls, w: Tensor, Z: Tensor, residuals: Tensor, kept: Tensor, own: Tensor, weight: Tensor, freedom: float
+        cls, w: Tensor, Z: Tensor, residuals: Tensor, kept: Tensor, of_intercept: Tensor, weight: Tensor, freedom: float
     ) -> LeaveOneOutSlopes:
         """From the minimiser w (outputs × features), Z, y − w Xᵀ, 1 − o − h, o, s and c."""
         errors, share = residuals / kept, weight / weight.sum()
-        value = squared_error(errors, weight) + freedom * (1 - own - kept).sum() / weight.sum()
+        value = squared_error(errors, weight) + freedom * (1 - of_intercept - kept).sum() / weight.sum()
         adjoint = -((share * errors / kept) @ Z)
         spread = -share * (weight * errors.square().sum(0) / kept + freedom)
         return cls(w, value, adjoint, spread, Z)

@@ -157,17 +157,17 @@ class BilevelAdditive(TunedEstimator):
         tuned = tune_each(criterion, reduction.pieces, float(self.tether), search, levels)
         self._design, self._pieces = design, design.pieces()
         all_rows = Criterion(reduction.features(X), outputs, weight, loss)
-        own, _, kinds, _ = grouped(reduction.pieces)
+        problem = all_rows.problem(grouped(reduction.pieces)[0])
         self.outcome_ = tuned.outcome
         if sample is not None:
-            tuned = all_rows.evaluate(all_rows.problem(own, kinds), tuned.lam)
+            tuned = all_rows.evaluate(problem, tuned.lam)
         self.criterion_ = tuned.value
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
         self.method_ = f"{type(all_rows.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
         if self._signs:
-            tuned.w = self._constrained(all_rows, tuned, reduction, all_rows.problem(own, kinds))
+            tuned.w = self._constrained(all_rows, tuned, reduction, problem)
         self._training_columns = [column if column.dtype == np.float64 else None for column in columns]
-        self._finish(all_rows, tuned, reduction, X, own)
+        self._finish(all_rows, tuned, reduction, X)
 
     def _constrained(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
         """The coefficients under the constraints of `monotone`."""
@@ -200,7 +200,7 @@ class BilevelAdditive(TunedEstimator):
             lift(w, self._design.terms[index], sign, reduction, term_slices(self._pieces).get(index))
         return torch.from_numpy(w)[None]
 
-    def _finish(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, X: Array, own: Array) -> None:
+    def _finish(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, X: Array) -> None:
         """Set the coefficients, the penalties, the importances and the covariance of the coefficients."""
         size = X.shape[1]
         self._coef = reduction.expand(tuned.w, size)
@@ -214,7 +214,7 @@ class BilevelAdditive(TunedEstimator):
             self.penalties_[labels[piece.term]][piece.kind] = float(alpha[piece.penalty])
         importance = self._importance(self._design, X, self._coef, all_rows.weight)
         self.importance_ = dict(zip(labels, importance.tolist(), strict=True))
-        self._keep_covariance(all_rows, tuned, reduction, alpha[own])
+        self._keep_covariance(all_rows, tuned, reduction, alpha[grouped(reduction.pieces)[0].of])
 
     def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         raise NotImplementedError

@@ -54,8 +54,7 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
 
     def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         """Set the covariance of every output's coefficients, for the bands of the effects."""
-        own, _, kinds, _ = grouped(reduction.pieces)
-        model = all_rows.problem(own, kinds).inner
+        model = all_rows.problem(grouped(reduction.pieces)[0]).inner
         assert isinstance(model, LinearModels)
         rows = PenalisedRows(model, all_rows.train, tuned.lam - math.log(BAND_FACTOR))
         inverse = torch.linalg.inv(rows.hessians(rows.scores(tuned.w[None]))[0]).numpy()

@@ -48,6 +48,17 @@ ACCURACY = 1e-4
 GRID = (9.0, 7.0, 5.0, 3.0, 1.0, -1.0, -3.0)
 
 
+@dataclass(frozen=True, eq=False)
+class PenaltyGroups:
+    """Groups of features that share a penalty: the group `of` every feature, and one of the `kinds` for every group.
+
+    The tether pulls the penalties of one kind towards each other.
+    """
+
+    of: Array
+    kinds: Array
+
+
 @dataclass
 class TunedPenalties:
     """Tuned penalties, and the model at these penalties.
@@ -112,18 +123,18 @@ class Criterion:
             return NewtonLeftOut(ACCURACY)
         return KernelEquations() if self.by_rows else NormalEquations()
 
-    def problem(self, groups: Array, kinds: Array, expected_loss: float | None = None) -> Problem:
-        """The bilevel problem with one penalty per group, each group of one kind.
+    def problem(self, groups: PenaltyGroups, expected_loss: float | None = None) -> Problem:
+        """The bilevel problem with one penalty per group.
 
         Args:
             expected_loss: an estimate of the loss. It scales the term for the degrees of freedom. None means no such
                 term.
         """
         size, intercept = self.X.shape[1], not self.squares
-        penalty = GroupPenalties(size, torch.from_numpy(groups), PENALTY_UNIT * self.total)
+        penalty = GroupPenalties(size, torch.from_numpy(groups.of), PENALTY_UNIT * self.total)
         model = LinearModels(self.loss, penalty, intercept)
         inner = LeastSquares(penalty) if self.squares and not self.by_rows else model
-        tether = Tether(kinds)
+        tether = Tether(groups.kinds)
         # Relative to the variance of a row's error, which is twice the squared-error loss. A log-loss needs no scaling.
         price = 0.0 if expected_loss is None else FREEDOM * (2 * expected_loss if self.squares else 1)
         outer = LeaveOneOut(penalty, tether, price) if self.squares else LeftOutLoss(model, tether, price)
@@ -150,8 +161,7 @@ class Criterion:
 
     def minimise(
         self,
-        groups: Array,
-        kinds: Array,
+        groups: PenaltyGroups,
         start: TunedPenalties,
         strength: float,
         expected_loss: float,
@@ -167,7 +177,7 @@ class Criterion:
             self.record.add(float(here.hypergradient.value), float(here.hypergradient.grad.norm()))
 
         solution = solve(
-            self.problem(groups, kinds, expected_loss),
+            self.problem(groups, expected_loss),
             start.lam,
             self.task(tether_weight),
             method=self.method,
@@ -180,20 +190,20 @@ class Criterion:
             callbacks=[observe],
             progress=False,
         )
-        tuned = self.evaluate(self.problem(groups, kinds), solution.outer, solution.inner)
+        tuned = self.evaluate(self.problem(groups), solution.outer, solution.inner)
         tuned.outcome = solution.outcome
         return tuned
 
 
-def grouped(pieces: list[Piece]) -> tuple[Array, Array, Array, list[str]]:
-    """The penalty and the kind of every feature, the kind of every penalty, and the names of the kinds."""
-    names = list(dict.fromkeys(piece.kind for piece in pieces))
+def grouped(pieces: list[Piece]) -> tuple[PenaltyGroups, PenaltyGroups, list[str]]:
+    """One penalty for each part of a term; one penalty for each kind of part; and the names of the kinds."""
+    names: list[str] = list(dict.fromkeys(piece.kind for piece in pieces))
     kind_of = {piece.penalty: names.index(piece.kind) for piece in pieces}
-    size = max(piece.where.stop for piece in pieces)
-    own, kind = np.zeros(size, dtype=int), np.zeros(size, dtype=int)
+    part = np.zeros(max(piece.where.stop for piece in pieces), dtype=int)
     for piece in pieces:
-        own[piece.where], kind[piece.where] = piece.penalty, names.index(piece.kind)
-    return own, kind, np.array([kind_of[k] for k in range(len(kind_of))]), list(names)
+        part[piece.where] = piece.penalty
+    kinds = np.array([kind_of[k] for k in range(len(kind_of))])
+    return PenaltyGroups(part, kinds), PenaltyGroups(kinds[part], np.arange(len(names))), names
 
 
 @dataclass
@@ -219,16 +229,15 @@ def tune_kinds(
         smaller: the penalties of a model with fewer terms, to start from. None starts from the best point of a grid
             with the same penalty for all kinds.
     """
-    _, kind, _, names = grouped(pieces)
-    kinds = np.arange(len(names))
+    _, by_kind, names = grouped(pieces)
     if smaller is None:
         # The term for the degrees of freedom is large here, so that the search does not start from a fit that
         # interpolates all rows. Such a fit can have a small leave-one-out loss by chance.
-        by_kind = criterion.problem(kind, kinds, criterion.constant)
+        problem = criterion.problem(by_kind, criterion.constant)
         best: TunedPenalties | None = None
         for level in (level for level in GRID if level >= criterion.box[0]):
             last = (None, None) if best is None else (best.w[None], best.adjoint)
-            here = criterion.evaluate(by_kind, torch.full((len(names),), level, dtype=torch.float64), *last)
+            here = criterion.evaluate(problem, torch.full((len(names),), level, dtype=torch.float64), *last)
             if best is not None and here.value > 1.02 * best.value:
                 break
             best = here if best is None or here.value < best.value else best
@@ -238,9 +247,9 @@ def tune_kinds(
         expected_loss = smaller.tuned.value
         level_of = dict(zip(smaller.names, smaller.tuned.lam.tolist(), strict=True))
         first = [level_of.get(name, level_of.get("curve", level_of.get("linear", 0.0)) + 2.0) for name in names]
-        by_kind = criterion.problem(kind, kinds)
-        best = criterion.evaluate(by_kind, torch.tensor(first, dtype=torch.float64).clamp(*criterion.box))
-    return KindLevels(criterion.minimise(kind, kinds, best, 0.0, expected_loss, algorithm), names, expected_loss)
+        lam = torch.tensor(first, dtype=torch.float64).clamp(*criterion.box)
+        best = criterion.evaluate(criterion.problem(by_kind), lam)
+    return KindLevels(criterion.minimise(by_kind, best, 0.0, expected_loss, algorithm), names, expected_loss)
 
 
 def tune_each(
@@ -251,9 +260,9 @@ def tune_each(
     Args:
         strength: the strength of the tether; inf keeps one penalty per kind.
     """
-    own, _, kind_of_own, names = grouped(pieces)
+    by_part, _, names = grouped(pieces)
     start = levels.tuned
-    expanded = TunedPenalties(start.lam[torch.from_numpy(kind_of_own)], start.value, start.w, start.outcome)
-    if math.isinf(strength) or len(kind_of_own) == len(names):
+    expanded = TunedPenalties(start.lam[torch.from_numpy(by_part.kinds)], start.value, start.w, start.outcome)
+    if math.isinf(strength) or len(by_part.kinds) == len(names):
         return expanded
-    return criterion.minimise(own, kind_of_own, expanded, strength, levels.expected_loss, algorithm)
+    return criterion.minimise(by_part, expanded, strength, levels.expected_loss, algorithm)

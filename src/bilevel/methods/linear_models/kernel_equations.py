@@ -52,8 +52,8 @@ class KernelEquations(LinearModelMethod):
         assert isinstance(inner, LinearModels)
         if outer is None or inner.intercept or len(bound.task.train[2]) > 1:
             return super().at_minimiser(process)
-        equations, (_, y, weight, own, _) = self._equations(process), bound.task.val
-        found = equations.left_out(y, weight, own, outer.freedom)
+        equations, (_, y, weight, of_intercept, _) = self._equations(process), bound.task.val
+        found = equations.left_out(y, weight, of_intercept, outer.freedom)
         return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
 
     def _equations(self, process: Process) -> _Equations:
@@ -112,7 +112,7 @@ class _Equations:
         q = self._woodbury(slope[..., :-1] - last * self.mean)
         return torch.cat([q, last / self.total[:, None, None] - q @ self.mean.mT], -1)
 
-    def left_out(self, y: Tensor, weight: Tensor, own: Tensor, freedom: float) -> LeaveOneOutSlopes:
+    def left_out(self, y: Tensor, weight: Tensor, of_intercept: Tensor, freedom: float) -> LeaveOneOutSlopes:
         """With B = I + S^½ K S^½: X A⁻¹ = S^−½ B⁻¹ S^½ X diag(1/α), and 1 − h is the diagonal of B⁻¹.
 
         Any other form would compute the residuals of an almost exact fit as differences of large numbers.
@@ -123,7 +123,7 @@ class _Equations:
         residuals = y @ smoother.mT
         w = feature_sums((weight * residuals)[None], self.X)[0] / self.alpha
         Z = feature_sums(smoother[None], self.X)[0] / self.alpha
-        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - own, own, weight, freedom)
+        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - of_intercept, of_intercept, weight, freedom)
 
     def _woodbury(self, slope: Tensor) -> Tensor:
         scaled = slope / self.alpha

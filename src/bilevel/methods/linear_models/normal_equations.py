@@ -72,8 +72,8 @@ class NormalEquations(LinearModelMethod):
         return self.from_adjoint(process, found.w, q, value, direct, penalty_slope=through, peak_memory=found.bytes)
 
     def _left_out(self, process: Process, found: Minimum, alpha: Tensor, freedom: float) -> Hypergradient:
-        X, y, weight, own, _ = process.bound.task.val
+        X, y, weight, of_intercept, _ = process.bound.task.val
         w, Z = found.w[0], found.solve(X[None])[0]
-        kept = 1 - own - weight * (Z * X).sum(1)
-        slopes = LeaveOneOutSlopes.of(w, Z, y - w @ X.mT, kept, own, weight, freedom)
+        kept = 1 - of_intercept - weight * (Z * X).sum(1)
+        slopes = LeaveOneOutSlopes.of(w, Z, y - w @ X.mT, kept, of_intercept, weight, freedom)
         return self.left_out(process, slopes, alpha, peak_memory=found.bytes + Z.nbytes)
