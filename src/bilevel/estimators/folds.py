@@ -77,9 +77,8 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
         groups: the group of every row. A fold never trains on one row of a group and is evaluated on another. A
             splitter receives the groups too.
     """
-    splitter = _splitter(cv, classes, random_state, groups)
-    even = isinstance(splitter, EvenFolds)
-    pairs = splitter.split(X, y) if even else list(check_cv(splitter, y, classifier=classes).split(X, y, groups))
+    splitter = check_cv(_splitter(cv, classes, random_state, groups), y, classifier=classes)
+    pairs = list(splitter.split(X, y, groups))
     if not pairs:
         raise BilevelError(f"cv={cv!r} gives no split. Pass a number of folds, or the fraction of rows to hold out.")
     train_mask = np.zeros((len(pairs), len(y)), dtype=bool)
@@ -97,7 +96,7 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
     return folds
 
 
-def _splitter(cv: Any, classes: bool, random_state: Any, groups: Any = None) -> Any:
+def _splitter(cv: Any, classes: bool, random_state: Any, groups: Any) -> Any:
     if cv is None:
         cv = 5
     if isinstance(cv, (float, np.floating)):
@@ -138,7 +137,7 @@ class EvenFolds:
     classes: bool
     random_state: Any = 0
 
-    def split(self, X: Any, y: Array) -> list[tuple[Array, Array]]:
+    def split(self, X: Any, y: Array, groups: None) -> list[tuple[Array, Array]]:
         if self.count > len(y):
             raise BilevelError(
                 f"{self.count} folds are more than the {len(y)} rows. Pass fewer folds as cv=, or more rows."

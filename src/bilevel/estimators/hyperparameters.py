@@ -103,7 +103,7 @@ class Tether(FunctionOfLam):
         return weight * 2 * (torch.logaddexp(distance, -distance) - math.log(2)).sum()
 
     def linearised(self, lam: Tensor, *data: Any) -> tuple[Tensor, Callable[[Any], Tensor]]:
-        # With numpy, because torch takes three times as long for so few numbers.
+        # With numpy, because torch takes 1.6 times as long for 40 numbers.
         distance, weight = lam.detach().numpy(), 2 * float(data[0])
         distance = distance - self._means(distance)
         slope = np.tanh(distance)

@@ -22,7 +22,8 @@ class RowLoss(ABC):
     """A convex function of the scores of one row.
 
     Attributes:
-        steepest: an upper bound on its curvature; where there is none, the curvature for targets of mean 1.
+        steepest: an upper bound on its second derivative in one score; where there is none, the second derivative for
+            targets of mean 1.
         only_differences: adding one number to all scores of a row with several outputs changes nothing.
     """
 

@@ -91,16 +91,14 @@ def feature_rows(study: TableStudy) -> list[dict[str, Any]]:
 def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
     """The features as CSV. With more than two classes, there is a coefficient column for each class."""
     suffixes = [f" {name}" for name in classes] if len(classes) > 2 else [""]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     group = ["group"] if any(row["group"] for row in rows) else []
     plain, several = ["penalty", "penalty_raw", "shrinkage", "off"], ["coefficients", "coefficients_raw"]
     named = [word + suffix for word in ("coefficient", "coefficient_raw") for suffix in suffixes]
-    writer.writerow(["feature", "column", *group, *named, *plain])
+    lines = [["feature", "column", *group, *named, *plain]]
     for row in rows:
         texts = [row[key] for key in ["name", "column", *group]]
-        writer.writerow([*texts, *(value for key in several for value in row[key]), *(row[key] for key in plain)])
-    return out.getvalue()
+        lines.append([*texts, *(value for key in several for value in row[key]), *(row[key] for key in plain)])
+    return _as_csv(lines)
 
 
 def effect_rows(model: Any) -> list[dict[str, Any]]:
@@ -139,12 +137,15 @@ def _effect(model: Any, name: str) -> dict[str, Any]:
 
 def effects_csv(rows: Sequence[dict[str, Any]]) -> str:
     """The terms as CSV, one row for each part of a term, with its penalty."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["term", "importance", "part", "penalty"])
+    lines = [["term", "importance", "part", "penalty"]]
     for row in rows:
-        for part, penalty in row["penalties"].items() or [("", "")]:
-            writer.writerow([row["term"], row["importance"], part, penalty])
+        lines += [[row["term"], row["importance"], *part] for part in row["penalties"].items() or [("", "")]]
+    return _as_csv(lines)
+
+
+def _as_csv(lines: list[list[Any]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
 
 

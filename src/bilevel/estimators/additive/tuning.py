@@ -32,7 +32,7 @@ from bilevel.structures.outer_objectives import LeaveOneOut, LeftOutLoss
 from bilevel.structures.penalties import GroupPenalties
 
 # Penalties are in this unit, relative to the total weight. A log penalty of 0 means a prior variance of 100 times the
-# variance of one row's mean.
+# variance of a mean over all rows.
 PENALTY_UNIT = 0.01
 # The range of log penalties.
 BOX = (-7.0, 12.0)
