@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 from pathlib import Path
@@ -20,6 +21,19 @@ SLOW_FILES = {
     *("implicit", "learner_battery", "meta_training", "method_mutants", "outer_loop", "readme", "reversible"),
     *("second_derivatives", "zoo"),
 }
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Collect without the garbage collector, and exempt what collection leaves (750,000 objects) from it.
+
+    Collection takes 12 s of processor time instead of 18 s, and `gc.collect()` in a test 1 ms instead of 0.8 s.
+    """
+    gc.disable()
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):
