@@ -38,7 +38,7 @@ def ridge(seed, n=40, d=12):
     [bl.GradientDescent(0.004), bl.HeavyBall(0.004, 0.8), bl.Nesterov(0.004, 0.5), bl.Adam(0.05)],
     ids=lambda d: type(d).__name__,
 )
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bounds_hold_and_are_tight_on_quadratics(seed, dynamics):
     problem, task, minimiser = ridge(seed)
     lam = torch.full((12,), 0.5)
@@ -93,10 +93,12 @@ def test_smallest_steps(gap):
     dynamics = bl.GradientDescent(0.004)
     T = bl.certify(problem, lam, task, dynamics=dynamics, steps=5).smallest_steps(gap)
     exact = float(problem.outer(minimiser(lam), lam, task.val))
-    true = [
-        abs(float(bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=t, allow_unused=True).value) - exact)
-        for t in range(T + 1)
-    ]
+    (x, y), w, true = task.train, torch.zeros(12), []
+    for _ in range(T + 1):
+        true.append(abs(float(problem.outer(w, lam, task.val)) - exact))
+        w = w - 0.004 * 2 * (x.T @ (x @ w - y) + lam.exp() * w)
+    reached = bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=T, allow_unused=True).value
+    assert abs(float(reached) - exact) == pytest.approx(true[T], rel=1e-6)
     assert true[T] <= gap and all(error > 0.99 * gap for error in true[:T])
     at = [bl.certify(problem, lam, task, dynamics=dynamics, steps=t).value_gap for t in (T - 1, T)]
     assert at[1] <= gap < at[0]
@@ -138,7 +140,7 @@ def test_a_smooth_problem_that_is_not_quadratic():
         lambda lam: torch.zeros(4),
     )
     lam, task = torch.tensor(-2.0), bl.Task((x, y), (x.flip(0), y))
-    limit = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=5000)
+    limit = bl.hypergradient(problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=600)
     for steps in (1, 10, 50):
         certificate = bl.certify(
             problem, lam, task, dynamics=bl.GradientDescent(0.5), steps=steps, mu=math.exp(-2.0), method=bl.Reverse()
@@ -155,7 +157,7 @@ def test_proximal_dynamics():
     smooth = bl.Problem(problem.inner, problem.outer, problem.init)
     lam = torch.full((12,), 0.5)
     dynamics = bl.FISTA(0.004, bl.L1(3.0))
-    limit = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=4000)
+    limit = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=500)
     for steps in (5, 20):
         certificate = bl.certify(smooth, lam, task, dynamics=dynamics, steps=steps)
         here = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=steps)

@@ -190,7 +190,7 @@ def test_lbfgsb_needs_fewer_hypergradients_than_descent():
     settings = {
         "dynamics": bl.GradientDescent(0.3),
         "steps": 20,
-        "iterations": 300,
+        "iterations": 100,
         "tol": 1e-4,
         "constraint": bl.Box(-2, 1),
     }

@@ -85,7 +85,7 @@ def test_bome_is_a_loop_written_by_hand():
 
 def test_bome_is_off_by_the_order_of_its_step_size_and_biased_on_batches():
     data = FiniteSum.drawn(8, 0.1)
-    whole, settings = bl.Task(data.train, data.val), {"inner_lr": 0.4, "inner_steps": 20}
+    whole, settings = bl.Task(data.train, data.val), {"inner_lr": 0.4, "inner_steps": 10}
     coarse, fine = (
         distance(data, run(bl.BOME(outer_lr=rate, **settings), data, whole, iterations=300).outer)
         for rate in (0.2, 0.04)

@@ -62,8 +62,8 @@ def test_folds_partition_the_data():
 
 def test_the_three_ways_tune_to_the_same_place():
     cv = bl.CrossValidation(data(20), 5)
-    settings = {"dynamics": bl.GradientDescent(0.2), "steps": 30, "iterations": 80}
-    optimizer = lambda p: torch.optim.Adam(p, lr=0.05)  # noqa: E731
+    settings = {"dynamics": bl.GradientDescent(0.2), "steps": 30, "iterations": 25}
+    optimizer = lambda p: torch.optim.Adam(p, lr=0.15)  # noqa: E731
     one = bl.solve(PROBLEM, LAM, cv.tasks, optimizer=optimizer, **settings)
     problem, task = cv.batched(PROBLEM)
     together = bl.solve(problem, LAM, task, optimizer=optimizer, **settings)
