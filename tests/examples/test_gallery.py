@@ -7,7 +7,6 @@ they show.
 import ast
 import importlib.util
 import json
-import multiprocessing
 import numbers
 import os
 import runpy
@@ -17,13 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from forking import PROCESSES
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("plot_*.py"))
-
-# A process of its own for each script, so that no script's dtype, threads or style reaches another test. It is forked
-# from one that has imported the libraries and run nothing.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["bilevel", "matplotlib.pyplot", "sklearn.linear_model", "torch", "torch._dynamo"])
 
 
 def drive(script, folder):
@@ -123,6 +119,7 @@ def missing_packages(script):
 
 
 def run(script, tmp_path):
+    """A process of its own for each script, so that no script's dtype, threads or style reaches another test."""
     process = PROCESSES.Process(target=drive, args=(script, tmp_path))
     process.start()
     process.join(300)

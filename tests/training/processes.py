@@ -32,9 +32,9 @@ def here(*arguments):
     return CliRunner().invoke(build(), [str(argument) for argument in arguments])
 
 
-def start(*arguments, launcher=(), environment=None, **options):
+def start(*arguments, launcher=(), program=("-m", "bilevel"), environment=None, **options):
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "bilevel", *map(str, arguments)],
+        [sys.executable, *launcher, *program, *map(str, arguments)],
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         text=True,
         env=ENVIRONMENT | (environment or {}),
@@ -46,13 +46,13 @@ def torchrun(*arguments, restarts=0):
     return start(*arguments, launcher=["-m", "torch.distributed.run", *options])
 
 
-def pair(*arguments):
+def pair(*arguments, **options):
     """Two processes that work together, without torchrun."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [start(*arguments, environment={**world, "RANK": str(rank)}) for rank in (0, 1)]
+    return [start(*arguments, environment={**world, "RANK": str(rank)}, **options) for rank in (0, 1)]
 
 
 def finish(process, seconds=120):

@@ -1,27 +1,21 @@
 """`torchrun script.py` with estimators: processes share the work, and get the bits that one process gets."""
 
 import json
-import subprocess
-import sys
 
 import estimator_script
 import numpy as np
 import pytest
 import torch
-from processes import ENVIRONMENT, finish
 
 from bilevel.methods.linear_models import _shared_work
+from forking import run_ranks
 
 # The closed form of the leave-one-out error has one fold.
 NOT_SHARED = {"left-out"}
 
 
 def processes(folder, count, cases):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), estimator_script.__file__]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    started = subprocess.Popen([sys.executable, *words, str(folder), cases], **pipes, text=True, env=ENVIRONMENT)
-    code, _, err = finish(started, 300)
-    assert code == 0, err
+    run_ranks(estimator_script.__file__, folder, cases, count=count)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 

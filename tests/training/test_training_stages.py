@@ -1,6 +1,7 @@
 """`bilevel train` with a recipe: stages one after the other, resumed in the middle, refused where they do not fit."""
 
 import json
+import shutil
 
 import pytest
 from processes import finish, here, torchrun
@@ -48,15 +49,23 @@ def recipe(tmp_path):
     return file
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a training by the recipe, and what the command printed; tests write to copies."""
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "recipe.toml").write_text(COMMON + STAGES)
+    done = here("train", "--recipe", folder / "recipe.toml", "--out", folder / "run", "--threads", "1")
+    assert done.exit_code == 0, done.output
+    return folder / "run", done.output
+
+
 def weights(folder):
     return (folder / "last.safetensors").read_bytes()
 
 
-def test_stages_run_one_after_the_other_and_leave_one_card(recipe, tmp_path):
-    out = tmp_path / "run"
-    result = here("train", "--recipe", recipe, "--out", out, "--threads", "1")
-    assert result.exit_code == 0, result.output
-    assert "1-all: learner multiclass" in result.output and "All stages are finished" in result.output
+def test_stages_run_one_after_the_other_and_leave_one_card(whole, tmp_path):
+    out, printed = shutil.copytree(whole[0], tmp_path / "run"), whole[1]
+    assert "1-all: learner multiclass" in printed and "All stages are finished" in printed
     card = json.loads((out / "card.json").read_text())
     first, second = card["stages"]
     # A stage hands on its best weights: those of its start or of its end, where there are so few validations.
@@ -70,25 +79,20 @@ def test_stages_run_one_after_the_other_and_leave_one_card(recipe, tmp_path):
     assert result.exit_code == 0 and "Meta-test accuracy" in result.output
 
 
-def test_a_stopped_recipe_goes_on_where_it_was(recipe, tmp_path):
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert here("train", "--recipe", recipe, "--out", whole, "--threads", "1").exit_code == 0
-    assert here("train", "--recipe", recipe, "--out", halves, "--threads", "1").exit_code == 0
+def test_a_stopped_recipe_goes_on_where_it_was(whole, tmp_path):
+    halves = shutil.copytree(whole[0], tmp_path / "halves")
     # As if it had been stopped before the second stage: what is left is its recipe and the first stage.
-    for file in sorted((halves / "2-episodes").rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    (halves / "2-episodes").rmdir()
+    shutil.rmtree(halves / "2-episodes")
     result = here("train", "--resume", "--out", halves, "--threads", "1")
     assert result.exit_code == 0 and "Stage 1-all is finished." in result.output
-    assert weights(whole / "2-episodes") == weights(halves / "2-episodes")
+    assert weights(whole[0] / "2-episodes") == weights(halves / "2-episodes")
 
 
-def test_two_processes_run_the_same_recipe(recipe, tmp_path):
-    assert here("train", "--recipe", recipe, "--out", tmp_path / "one", "--threads", "1").exit_code == 0
+def test_two_processes_run_the_same_recipe(whole, recipe, tmp_path):
     code, _, errors = finish(torchrun("train", "--recipe", recipe, "--out", tmp_path / "two", "--threads", "1"))
     assert code == 0, errors
     for stage in ("1-all", "2-episodes"):
-        assert weights(tmp_path / "one" / stage) == weights(tmp_path / "two" / stage)
+        assert weights(whole[0] / stage) == weights(tmp_path / "two" / stage)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +121,8 @@ def test_recipes_that_are_wrong(tmp_path, text, message):
         Recipe.load(file)
 
 
-def test_folders_of_other_recipes_are_left_alone(recipe, tmp_path):
-    out = tmp_path / "run"
-    assert here("train", "--recipe", recipe, "--out", out, "--threads", "1").exit_code == 0
+def test_folders_of_other_recipes_are_left_alone(whole, recipe, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "run")
     again = here("train", "--recipe", recipe, "--out", out)
     assert again.exit_code != 0 and "Continue it with --resume" in str(again.exception) + again.output
     other = here("train", "--recipe", recipe, "--out", out, "--resume", "--steps", "3")
