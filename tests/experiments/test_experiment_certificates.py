@@ -10,29 +10,20 @@ import torch
 
 import bilevel as bl
 from bilevel import trees
-from bilevel.data import _scripts, load
 from bilevel.experiments import certificates
 from bilevel.experiments._known_problems import head_minimiser, ridge_problem
 from bilevel.experiments.base import reproduce
 from bilevel.structures import LinearClassifiers
+from few_scripts import drawn
 
 OMNIGLOT = ("omniglot/images_background.zip", "omniglot/images_evaluation.zip")
-# Drawing all of Glyphs takes half a minute; these scripts take seconds. Only test classes are used.
-FEW = {
-    "greek": ("train", ((0x391, 0x3A1),)),
-    "hebrew": ("test", ((0x5D0, 0x5EA),)),
-    "lao": ("val", ((0xE81, 0xE88),)),
-}
 SMALL = {"dataset": "glyphs", "classes": "10", "steps": "1,8,64,512", "truncated": "16"}
 NAMES = ["ridge", "feature map", "few-shot head"]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scripts, "SCRIPTS", FEW)
-        patch.setenv("BILEVEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        load("glyphs", progress=False)
+    with drawn(tmp_path_factory):
         yield reproduce("certificates", SMALL, out=tmp_path_factory.mktemp("results"), progress=False)
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 import bilevel as bl
-from bilevel.data import _scripts, load
 from bilevel.experiments import _effect_of_t_tables as words
 from bilevel.experiments import effect_of_t as experiment
 from bilevel.experiments._effect_of_t_tables import Hyperiteration, line
@@ -25,14 +24,9 @@ from bilevel.experiments._feature_map import (
     right,
 )
 from bilevel.experiments.base import reproduce
+from few_scripts import drawn
 
 OMNIGLOT = ("omniglot/images_background.zip", "omniglot/images_evaluation.zip")
-# Drawing all of Glyphs takes half a minute; these scripts take seconds. Only test classes are used.
-FEW = {
-    "greek": ("train", ((0x391, 0x3A1),)),
-    "hebrew": ("test", ((0x5D0, 0x5EA),)),
-    "lao": ("val", ((0xE81, 0xE88),)),
-}
 SMALL = {
     "dataset": "glyphs",
     "classes": "15",
@@ -60,10 +54,7 @@ def made_up(classes=6, features=12, seed=0, noise=0.1):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scripts, "SCRIPTS", FEW)
-        patch.setenv("BILEVEL_CACHE", str(tmp_path_factory.mktemp("cache")))
-        load("glyphs", progress=False)
+    with drawn(tmp_path_factory):
         runs = [
             reproduce("effect-of-t", SMALL | {"seed": seed}, out=tmp_path_factory.mktemp("results"), progress=False)
             for seed in ("0", "0", "1")

@@ -17,7 +17,7 @@ from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.training import FewShotTraining
 from few_scripts import drawn
 
-TRAINING = TrainingSettings(dataset="glyphs", queries=5, meta_batch=2, lr=0.002, average=0.99, iterations=100)
+TRAINING = TrainingSettings(dataset="glyphs", queries=5, meta_batch=2, lr=0.002, average=0.99, iterations=70)
 
 
 @pytest.fixture(scope="module")

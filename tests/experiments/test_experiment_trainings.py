@@ -20,7 +20,7 @@ from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import open_data
 from few_scripts import drawn
 
-SHORT = {"iterations": "60", "looks": "3", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
+SHORT = {"iterations": "40", "looks": "2", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
 TINY = {"iterations": "4", "looks": "2", "look_episodes": "4", "validation_episodes": "4", "test_episodes": "4"}
 STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1,4", "validation_episodes": "4"}
 
@@ -38,7 +38,7 @@ def six(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return reproduce("validate-t", quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
+    return reproduce("validate-t", {"steps": "3,8"}, quick=True, out=tmp_path_factory.mktemp("results"), progress=False)
 
 
 def test_every_variant_learns_and_is_evaluated(six):
@@ -47,8 +47,8 @@ def test_every_variant_learns_and_is_evaluated(six):
     assert list(rows) == list(variants.CHANGES)
     for name, row in rows.items():
         first, best = row["curve"][0][1], max(point[1] for point in row["curve"])
-        assert [point[0] for point in row["curve"]] == [0, 20, 40, 60] and 0 < row["interval"] < 0.1
-        # A softmax over a hundred classes has hardly begun after 60 steps.
+        assert [point[0] for point in row["curve"]] == [0, 20, 40] and 0 < row["interval"] < 0.1
+        # A softmax over a hundred classes has hardly begun after 40 steps.
         assert best > first + 0.1 or name.startswith("multiclass")
         assert row["accuracy"] > 0.3  # chance is 0.2
     assert rows["hyper-representation"]["accuracy"] > rows["multiclass"]["accuracy"]
@@ -193,7 +193,7 @@ def test_senseless_settings_are_refused_before_any_work(tmp_path, monkeypatch, n
 
 def test_more_inner_steps_from_one_start(four):
     rows = four[0].numbers["glyphs"]
-    assert list(rows) == ["3", "5", "8", "12"]
+    assert list(rows) == ["3", "8"]
     for row in rows.values():
         assert row["curve"][-1][0] == row["ended after"] and row["best"] > row["curve"][0][1] + 0.1
         assert row["best"] == max(point[1] for point in row["curve"])

@@ -79,8 +79,15 @@ def agree_with_differences(grad, problem, lam, task, method, settings=STILL, ste
     torch.testing.assert_close(directions @ grad, torch.tensor(slopes, dtype=torch.float64), rtol=rtol, atol=1e-8)
 
 
-@pytest.mark.parametrize("sparsely", [False, True])
-@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "intercept", "sparsely"),
+    [
+        *(((30, 6), intercept, sparsely) for intercept in (True, False) for sparsely in (False, True)),
+        ((18, 25), True, True),
+        ((18, 25), False, False),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("loss", "outputs"),
     [
@@ -93,7 +100,6 @@ def agree_with_differences(grad, problem, lam, task, method, settings=STILL, ste
     ],
     ids=str,
 )
-@pytest.mark.parametrize("shape", [(30, 6), (18, 25)], ids=str)
 def test_every_method_agrees_with_implicit_differentiation_and_with_differences(
     loss, outputs, intercept, sparsely, shape
 ):
