@@ -168,6 +168,12 @@ def test_every_learner_is_kept_and_loaded(name, tmp_path):
     torch.testing.assert_close(
         again.predict_proba(images[10:]), classifier.predict_proba(images[10:]), rtol=1e-3, atol=1e-4
     )
+    for both, alone in zip(
+        classifier.scores_and_class_distances(images[10:]),
+        (classifier.scores(images[10:]), classifier.class_distances(images[10:])),
+        strict=True,
+    ):
+        torch.testing.assert_close(both, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_kept_or_loaded(tmp_path):

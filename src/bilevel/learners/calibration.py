@@ -41,10 +41,20 @@ QUERIES = 5
 MOST_FOLDS = 10
 # A number of classes, or of labelled pictures per class, above this one is an error in the file.
 MOST = 10**9
+
+
+def largest_logit(logits: Tensor) -> Tensor:
+    return logits.max(1).values.double()
+
+
+def nearness(class_distances: Tensor) -> Tensor:
+    return -class_distances.min(1).values.double()
+
+
 # Scores that are large for pictures of one of the classes and small for pictures of none of them.
 SCORES: dict[str, Callable[[FewShotClassifier, Any], Tensor]] = {
-    "logit": lambda classifier, images: classifier.scores(images).max(1).values.double(),
-    "distance": lambda classifier, images: -classifier.class_distances(images).min(1).values.double(),
+    "logit": lambda classifier, images: largest_logit(classifier.scores(images)),
+    "distance": lambda classifier, images: nearness(classifier.class_distances(images)),
 }
 
 
@@ -276,12 +286,19 @@ def _classified(learner: Learner, episodes: Episodes, count: int, steps: int) ->
         (images, labels), (queries, answers, *_) = task.train, task.val
         classifier = learner.adapt(images[labels < ways], labels[labels < ways], steps if learner.has_steps else None)
         inside = answers < ways
-        logits.append(classifier.scores(queries[inside]))
+        found, scores = _scored(classifier, queries[inside])
+        logits.append(found)
         given.append(answers[inside])
-        own.append({name: score(classifier, queries[inside]) for name, score in SCORES.items()})
+        own.append(scores)
         if others:  # a separate call, because batch norm may use statistics of a query set
-            outside.append({name: score(classifier, queries[~inside]) for name, score in SCORES.items()})
+            outside.append(_scored(classifier, queries[~inside])[1])
     return _ClassifiedQueries(torch.cat(logits), torch.cat(given), _joined(own), _joined(outside) if others else None)
+
+
+def _scored(classifier: FewShotClassifier, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits, and all `SCORES`, of images."""
+    logits, distances = classifier.scores_and_class_distances(images)
+    return logits, {"logit": largest_logit(logits), "distance": nearness(distances)}
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -86,13 +86,26 @@ class FewShotClassifier:
     @torch.no_grad()
     def class_distances(self, images: Any) -> Tensor:
         """The Euclidean distance between the features of images and the mean features of every class, N × classes."""
-        distances, counts = [], torch.bincount(self.numbers)
+        return torch.cat([self._to_class_means(*self._features(group)) for group in self._groups(images)])
+
+    @torch.no_grad()
+    def scores_and_class_distances(self, images: Any) -> tuple[Tensor, Tensor]:
+        """`scores` and `class_distances`, with one pass through the network where the classifier is linear."""
+        if not self.learner.linear:
+            return self.scores(images), self.class_distances(images)
+        matrix: Tensor = self.logits.matrix  # type: ignore[attr-defined]
+        scores, distances = [], []
         for group in self._groups(images):
             labelled, new = self._features(group)
-            sums = labelled.new_zeros(len(counts), labelled.shape[1])
-            sums.index_add_(0, self.numbers.to(labelled.device), labelled)
-            distances.append(torch.cdist(new, sums / counts[:, None].to(labelled)))
-        return torch.cat(distances)
+            scores.append(F.pad(new, (0, 1), value=1.0) @ matrix)
+            distances.append(self._to_class_means(labelled, new))
+        return torch.cat(scores), torch.cat(distances)
+
+    def _to_class_means(self, labelled: Tensor, new: Tensor) -> Tensor:
+        counts = torch.bincount(self.numbers)
+        sums = labelled.new_zeros(len(counts), labelled.shape[1])
+        sums.index_add_(0, self.numbers.to(labelled.device), labelled)
+        return torch.cdist(new, sums / counts[:, None].to(labelled))
 
     def _features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The features of the labelled images and of others, without the constant of the bias."""
