@@ -94,7 +94,7 @@ def test_a_sentence_without_words_is_found(tmp_path):
 def test_a_checksum_that_is_not_compared_is_found(tmp_path, monkeypatch):
     whole = next(attack for attack in learned.attacks() if attack.name == "weights of a model, damaged")
     assert not judging.run(whole, tmp_path / "a", 10, 0, print)["faults"]
-    monkeypatch.setattr(files, "_digest", lambda tensors, facts: facts.get("checksum"))
+    monkeypatch.setattr(files, "digest", lambda tensors, facts: facts.get("checksum"))
     monkeypatch.setattr(files, "DIGEST", "nothing")
     said = []
     assert judging.run(whole, tmp_path / "b", 60, 0, said.append)["faults"] and any("silent" in line for line in said)
