@@ -291,7 +291,7 @@ def test_text_can_be_read_in_both_schemes(page, page_of_desk):
     says(page, "circle")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        page.wait_for_timeout(250)  # colours change gradually
+        until(page, "document.getAnimations().every(one => one.playState !== 'running')")  # colours change gradually
         assert page.evaluate(CONTRASTS) == []
 
 
