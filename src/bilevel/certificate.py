@@ -270,6 +270,9 @@ def _hypergradient_error(
     """The distance of the method's hypergradient from the implicit one at u, which is ∇f(λ) up to ‖u − w_λ‖."""
     if method is None:
         return {}
+    if not reached:
+        # The method may refuse this point: `Implicit` does at a kink.
+        return dict.fromkeys(("hypergradient_error", "hypergradient_relative", "hypergradient_bound"), math.inf)
     found = hypergradient(
         process.problem,
         process.lam,
@@ -280,9 +283,6 @@ def _hypergradient_error(
         start=process.start if process.previous is None else process.previous,
         allow_unused=True,
     )
-    if not reached:
-        unknown = dict.fromkeys(("hypergradient_error", "hypergradient_relative", "hypergradient_bound"), math.inf)
-        return {**unknown, "residual": found.stats.residual}
     at_limit = Process(
         process.problem,
         process.lam,

@@ -241,8 +241,8 @@ def test_what_the_trials_cost():
         calls = 0
         bl.hypergradient(problem, LAM, TASK, dynamics=bl.GradientDescent(0.1), steps=10, method=bl.Implicit())
         counts.append(calls)
-    # Ten steps, the slope at w_T, and once more to see that it is a function.
-    assert counts[1] == 12
+    # Ten steps, the slope at w_T, once more to see that it is a function, and beside w_T to look for a kink.
+    assert counts[1] == 13
 
 
 def test_a_run_on_its_way_to_infinity_has_no_limit_to_differentiate():
@@ -259,3 +259,41 @@ def test_a_run_on_its_way_to_infinity_has_no_limit_to_differentiate():
     large = bl.Problem(lambda w, lam, _: 1e9 * ((w - lam) ** 2).sum(), lambda w, lam, _: (w**2).sum(), torch.zeros_like)
     found = bl.hypergradient(large, lam, task, dynamics=bl.GradientDescent(1e-12), steps=1, method=bl.Implicit())
     assert torch.isfinite(found.value)
+
+
+DATA = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+LABELS = DATA @ torch.tensor([1.0, -2.0, 0.5]) + 0.1
+WITH_KINKS = {
+    "absolute value": lambda w, lam: (w - lam * CENTRE).abs().sum() + 0.05 * (w**2).sum(),
+    "absolute errors": lambda w, lam: (DATA @ w - LABELS).abs().mean() + 0.05 * lam * (w**2).sum(),
+    "hinge": lambda w, lam: (1 - LABELS.sign() * (DATA @ w)).clamp(min=0).mean() + 0.05 * lam * (w**2).sum(),
+    "L1 penalty": lambda w, lam: ((DATA @ w - LABELS) ** 2).mean() + 5 * lam * w.abs().sum(),
+}
+SMOOTH = {
+    "squared hinge": lambda w, lam: ((1 - LABELS.sign() * (DATA @ w)).clamp(min=0) ** 2).mean() + lam * (w**2).sum(),
+    "Huber": lambda w, lam: torch.nn.functional.huber_loss(DATA @ w, LABELS, delta=0.05) + 0.1 * lam * (w**2).sum(),
+    "logistic": lambda w, lam: (
+        torch.nn.functional.softplus(-9 * LABELS.sign() * (DATA @ w)).mean() + lam * (w**2).sum()
+    ),
+    "quartic": lambda w, lam: ((w - lam * CENTRE) ** 4).sum() + 0.01 * (w**2).sum(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("lr", [1e-3, 1e-2])
+@pytest.mark.parametrize("name", [*WITH_KINKS, *SMOOTH])
+def test_a_kink_of_the_inner_objective(name, lr, dtype):
+    """The minimiser is at a kink and moves with it: ∇²L there does not say how."""
+    loss = {**WITH_KINKS, **SMOOTH}[name]
+    problem = bl.Problem(
+        lambda w, lam, _: loss(w.double(), lam.double()).to(dtype),
+        lambda w, lam, _: ((w - 1) ** 2).sum(),
+        lambda lam: torch.full((3,), 0.3, dtype=dtype),
+        check_derivatives=False,
+    )
+    call = {"dynamics": bl.GradientDescent(lr), "steps": 2500, "method": bl.Implicit(bl.Direct())}
+    if name in SMOOTH:
+        bl.hypergradient(problem, LAM.to(dtype), TASK, **call)
+    else:
+        with pytest.raises(bl.BilevelError, match="has a kink"):
+            bl.hypergradient(problem, LAM.to(dtype), TASK, **call)

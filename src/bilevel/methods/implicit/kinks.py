@@ -1,4 +1,4 @@
-"""Warn of a kink of the fixed-point map: at a degenerate active set, f has no derivative."""
+"""Kinks at w_T: refuse those of the inner objective, warn of those of the fixed-point map."""
 
 from __future__ import annotations
 
@@ -9,12 +9,59 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.errors import BilevelWarning
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.linear_solvers.base import random_directions
 from bilevel.trees import Tree
 
 # A slope that changes by more than this between w − d and w + d counts as a kink.
 JUMP = 1e-2
+# The minimiser on a line counts as unexpectedly near if it is nearer than this share of what the curvature says.
+NEAR = 0.3
+
+
+@torch.no_grad()
+def refuse_kink(
+    slope_at: Callable[[Tensor], Tensor], w: Tensor, slope: Tensor, product: Callable[[Tensor], Tensor]
+) -> None:
+    """Refuse a w_T that cannot come closer to ∇L = 0, because L has a kink there: its minimiser moves with the kink.
+
+    On the line from w_T against the slope g, a quadratic L has its minimum after ‖g‖²/⟨g, ∇²L g⟩ steps of g. Beside a
+    kink the slope changes sign much earlier, and jumps on the way. The jump is found by halving: the change of a smooth
+    slope is halved too, a jump is not. It costs a product and a gradient; more if the slope changes its sign early.
+    """
+    square, bend = float(slope @ slope), float(slope @ product(slope))
+    eps = torch.finfo(slope.dtype).eps
+    size = float(w.norm()) or 1.0
+    if not bend > 0 or not square**1.5 > max(1e-6, 100 * eps) * size * bend:
+        return  # w_T has converged, or has no minimum to converge to
+
+    def at(distance: float) -> Tensor:
+        return slope_at(w - distance * slope)
+
+    low, high = 0.0, NEAR * square / bend
+    before, after = slope, at(high)
+    if not float(after @ slope) < 0:
+        return
+    # The weight whose slope changes most.
+    i = int((after - before).abs().argmax())
+    whole, halvings = float((after - before)[i].abs()), 30 if eps < 1e-12 else 12
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        between = at(middle)
+        if float((between - before)[i].abs()) > float((after - between)[i].abs()):
+            high, after = middle, between
+        else:
+            low, before = middle, between
+    jump = float((after - before)[i].abs())
+    if jump > 16 * 0.5**halvings * whole and jump > 1e-3 * whole:
+        raise BilevelError(
+            f"Implicit() differentiates ∇L = 0, but the inner objective has a kink at a distance of "
+            f"{low * square**0.5:.2g} from w_T: entry {i} of ∇L jumps by {jump:.2g} there, and w_T cannot come closer "
+            f"to ∇L = 0 than ‖∇L‖ = {square**0.5:.2g}. The minimiser moves with the kink, which second derivatives do "
+            "not show. Write the term with the kink (an absolute value, a hinge, a maximum) as the penalty of a "
+            "proximal dynamics, such as ISTA(lr, L1(…)); or make it smooth; or use Reverse(), which differentiates the "
+            "steps."
+        )
 
 
 @torch.no_grad()

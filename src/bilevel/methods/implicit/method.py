@@ -29,7 +29,7 @@ from bilevel.linear_solvers.gmres import GMRES
 from bilevel.linear_solvers.neumann import Neumann
 from bilevel.linear_solvers.normal_cg import NormalCG
 from bilevel.linear_solvers.nystrom import Nystrom
-from bilevel.methods.implicit.kinks import warn_of_kinks
+from bilevel.methods.implicit.kinks import refuse_kink, warn_of_kinks
 from bilevel.methods.implicit.near_minimiser import newton
 from bilevel.methods.implicit.preconditioner import Preconditioner, inverse_at
 
@@ -154,11 +154,13 @@ class Implicit(Method):
         system = _fixed_point(process, state) if self._at_fixed_point(process) else _stationary(process, state)
         points, form, sign, symmetric = system
         self._refuse_diverged(process, state, system)
-        if symmetric:
-            refuse_other_limits(process, state[0], trees.to_vector(form).detach())
         b = trees.to_vector([torch.zeros_like(p) if a is None else a for p, a in zip(points, alpha, strict=False)])
 
         operator = replace(_adjoint_operator(form, points, sign, symmetric), inverse=inverse)
+        if symmetric:
+            slope = trees.to_vector(form).detach()
+            refuse_other_limits(process, state[0], slope)
+            refuse_kink(_slope_at(process, state), trees.to_vector(points).detach(), slope, operator.matvec)
         declared = process.problem.fixed_point is not None
         solver = self.solver or (CG() if symmetric else GMRES() if declared else FixedPoint())
         if process.adjoint is not None and process.adjoint.shape != b.shape:
@@ -268,6 +270,13 @@ def _stationary(process: Process, state: State) -> System:
             "minimiser to differentiate. Use Reverse()."
         )
     return points, form, 1.0, True
+
+
+def _slope_at(process: Process, state: State) -> Callable[[Tensor], Tensor]:
+    """∇_w L as a function of w, both as vectors."""
+    leaves, spec = trees.flatten(state[0])
+    loss = objective_at_rest(process.bound, max(process.times.stop - 1, 1))
+    return lambda w: trees.to_vector(trees.leaves(gradient(loss, spec.unflatten(trees.from_vector(w, leaves)))))
 
 
 def _fixed_point(process: Process, state: State) -> System:
