@@ -1,9 +1,12 @@
 """Effects of λ that autograd does not see, random starts, and functions that change their arguments in place."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import bilevel as bl
+from bilevel.dynamics.step_function import StepFunction
 
 LAM = torch.tensor([0.1, -0.2, 0.3])
 DESCENT = bl.GradientDescent(0.1)
@@ -135,3 +138,104 @@ def test_data_that_were_computed_from_lam():
     encoded = bl.Problem(inner, outer, zeros, lambda lam, task: bl.Task((X * lam.cos(), y), task.val))
     same = bl.hypergradient(encoded, LAM, task(), dynamics=DESCENT, steps=5)
     torch.testing.assert_close(same.grad, right)
+
+
+def ridge_with_rate():
+    """λ = (log penalty, log step size)."""
+    return bl.Problem(lambda w, lam, batch: error(w, batch) + lam[0].exp() * (w**2).sum(), outer, zeros)
+
+
+HIDDEN_RATES = {
+    "schedule": lambda lam: bl.GradientDescent(lambda t: float(lam[1].detach().exp()) / t),
+    "late schedule": lambda lam: bl.GradientDescent(lambda t: 0.1 if t < 4 else float(lam[1].detach().exp())),
+    "momentum": lambda lam: bl.HeavyBall(0.1, lambda t: float(lam[1].detach().exp())),
+    "step": lambda lam: StepFunction(
+        lambda loss, w, state, t: (w - float(lam[1].detach().exp()) * bl.gradient(loss, w), state)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_RATES)
+def test_a_function_among_the_settings_that_reads_lam_as_a_number(name):
+    lam = torch.tensor([-1.0, -2.0])
+    refused(ridge_with_rate(), "derivatives of dynamics are not what autograd says", lam, dynamics=HIDDEN_RATES[name])
+    allowed = lambda lam: StepFunction(  # noqa: E731 - the detached gradient of first-order MAML
+        lambda loss, w, state, t: (w - lam[1].exp() * bl.gradient(loss, w).detach() - 0.1 * lam[0] * w, state)
+    )
+    bl.hypergradient(ridge_with_rate(), lam, task(), dynamics=allowed, steps=5)
+
+
+def test_a_second_dynamics_of_the_same_code_is_checked_too():
+    lam, problem = torch.tensor([-1.0, -2.0]), ridge_with_rate()
+
+    def built(rate):
+        return lambda lam: bl.GradientDescent(rate(lam))
+
+    right = built(lambda lam: lam[1].exp())
+    bl.hypergradient(problem, lam, task(), dynamics=right, steps=5)
+    refused(problem, "derivatives of dynamics", lam, dynamics=built(lambda lam: float(lam[1].detach().exp())))
+
+
+class Schedule:
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __call__(self, t):
+        return self.rate / t
+
+    def at(self, t):
+        return self.rate / t
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Schedule, lambda rate: Schedule(rate).at, lambda rate: partial(lambda rate, t: rate / t, rate), lambda rate: rate],
+)
+def test_a_schedule_that_reads_lam_is_refused_at_a_second_call_too(schedule):
+    lam, problem = LAM.clone().requires_grad_(), bl.Problem(inner, outer, zeros)
+    bl.hypergradient(problem, lam, task(), dynamics=bl.GradientDescent(schedule(0.1)), steps=5)
+    refused(problem, "reads λ from a closure", lam, dynamics=bl.GradientDescent(schedule(lam[0].exp())))
+
+
+@pytest.mark.parametrize("method", [*STEP_METHODS, bl.Implicit()])
+def test_a_derivative_that_is_hidden_in_encode(method):
+    def encode(hidden):
+        return lambda lam, task: bl.Task(
+            (task.train[0] * lam.exp(), task.train[1]), (task.val[0] * hidden(lam), task.val[1])
+        )
+
+    refused(
+        bl.Problem(inner, outer, zeros, encode(lambda lam: lam.detach().exp())), "derivatives of encode", LAM, method
+    )
+    calls = []
+    problem = bl.Problem(inner, outer, zeros, encode(lambda lam: calls.append(1) or lam.exp()))
+    call = {"dynamics": DESCENT, "steps": 5, "method": method}
+    bl.hypergradient(problem, LAM, task(), **call)
+    calls.clear()
+    bl.hypergradient(problem, LAM, task(), **call)
+    assert len(calls) == 1, "encode is checked once per problem"
+
+
+FROZEN = torch.randn(3, 3, generator=torch.Generator().manual_seed(5))
+LOWER = {
+    # A frozen layer in a closure does not accept double tensors.
+    "constants": lambda w, lam, X: torch.nn.functional.linear(X, FROZEN.float()) @ w,
+    "casts": lambda w, lam, X: (X.float() @ w.to(torch.float32)).to(w.dtype),
+}
+
+
+@pytest.mark.parametrize("name", LOWER)
+@pytest.mark.parametrize("hides", [False, True])
+def test_functions_in_two_precisions_are_compared_in_double_precision(name, hides):
+    dtype = torch.float32 if name == "constants" else torch.float64
+    lam, given = LAM.to(dtype), bl.Task(*(tuple(x.to(dtype) for x in data(seed)) for seed in (0, 1)))
+
+    def inner(w, lam, batch):
+        penalty = (lam.detach() if hides else lam).exp() * w**2
+        return ((LOWER[name](w, lam, batch[0]) - batch[1]) ** 2).mean() + penalty.sum() + (lam * w).sum()
+
+    problem = bl.Problem(inner, outer, lambda lam: torch.zeros(3, dtype=dtype))
+    if hides:
+        refused(problem, "derivatives of inner are not what autograd says", lam, given=given)
+    else:
+        bl.hypergradient(problem, lam, given, dynamics=DESCENT, steps=5)

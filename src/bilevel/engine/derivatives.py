@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from bilevel import trees
 from bilevel.dynamics import gradient
@@ -41,16 +44,46 @@ Tensors = list[Tensor]
 HIGHER = {"inner": "third", "outer": "second"}
 
 
+class InDouble(TorchFunctionMode):
+    """Inside this mode, every operation computes in double precision: constants that a function reads from a closure
+    (the frozen weights and the buffers of a module) are converted, and casts to another precision have no effect."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func in (Tensor.float, Tensor.half, Tensor.bfloat16) else func
+        args, kwargs = trees.map(_doubled, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _doubled(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else value
+    return value.double() if trees.is_variable(value) and value.dtype != torch.float64 else value
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    """The context in which functions compute in double precision, whatever the caller's autocast is."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(InDouble())
+        yield
+
+
 @dataclass(frozen=True)
 class Precision:
-    """How differences are computed: the dtype (None keeps the user's), the widths, and the tolerance."""
+    """How differences are computed: the dtype (None keeps the user's), the widths, the tolerance, and the context."""
 
     dtype: torch.dtype | None
     widths: tuple[float, ...]
     tolerance: float
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 DOUBLE = Precision(torch.float64, (1e-4, 1e-6, 1e-8), 1e-4)
+# For functions that mix double precision with another.
+ALL_DOUBLE = Precision(torch.float64, DOUBLE.widths, DOUBLE.tolerance, in_double)
 # For functions that do not work in double precision.
 SINGLE = Precision(None, (1e-1, 3e-2, 1e-2), 5e-2)
 
@@ -95,7 +128,7 @@ class Objectives:
 
     def loss(self, tensors: Tensors) -> Tensor:
         bound = self.process.bind(tensors[self.count :])
-        batch = _cast(bound.batch(max(self.process.times.start, 1)), tensors[0].dtype)
+        batch = cast(bound.batch(max(self.process.times.start, 1)), tensors[0].dtype)
         with bound.user_context():
             return bound.inner(self.spec.unflatten(tensors[: self.count]), bound.lam, batch)
 
@@ -105,7 +138,7 @@ class Objectives:
 
     def value(self, tensors: Tensors) -> Tensors:
         bound = self.process.bind(tensors[self.count :])
-        val = _cast(bound.task.val, tensors[0].dtype)
+        val = cast(bound.task.val, tensors[0].dtype)
         with bound.user_context():
             return [self.process.problem.outer(self.spec.unflatten(tensors[: self.count]), bound.lam, val)]
 
@@ -197,11 +230,12 @@ def find_disagreement(
     disagreeing, disagreement, computed = objectives.groups(), None, 0
     for point in points(objectives.process, ends, precision.dtype):
         try:
-            derivatives, size = _by_autograd(function, point)
-            found = {
-                name: _compare(name, sum(derivatives[i] for i in group), size, function, point, group, precision)
-                for name, group in disagreeing.items()
-            }
+            with precision.context():
+                derivatives, size = _by_autograd(function, point)
+                found = {
+                    name: _compare(name, sum(derivatives[i] for i in group), size, function, point, group, precision)
+                    for name, group in disagreeing.items()
+                }
         except FAILURES:
             continue  # the function may be undefined there, for example at a negative λ
         computed += 1
@@ -213,7 +247,7 @@ def find_disagreement(
         return None
     # Differences in single precision are so wide that they cross many kinks of a large network. So in single precision
     # only custom Python functions can be refused.
-    return disagreement if precision is DOUBLE or _has_python_node(scalar, objectives, ends[0]) else None
+    return disagreement if precision is not SINGLE or _has_python_node(scalar, objectives, ends[0]) else None
 
 
 def _compare(
@@ -309,7 +343,7 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def _cast(batch: Tree, dtype: torch.dtype) -> Tree:
+def cast(batch: Tree, dtype: torch.dtype) -> Tree:
     return trees.map(lambda leaf: leaf.to(dtype) if trees.is_variable(leaf) else leaf, batch)
 
 
@@ -317,14 +351,15 @@ def _precision(scalar: Callable[[Tensors], Tensor], tensors: Tensors) -> Precisi
     """Double precision if the function can be computed in it, whatever the precision of its arguments; None if
     differences would be too inaccurate."""
     live = [x.detach().double().requires_grad_() for x in tensors]
-    try:
-        with torch.enable_grad():
-            value = scalar(live)
+    for precision in (DOUBLE, ALL_DOUBLE):
+        try:
+            with torch.enable_grad(), precision.context():
+                value = scalar(live)
+        except FAILURES:
+            continue
         # A cast inside the function, for example by autocast, rounds: the function is piecewise constant.
         if value.dtype == torch.float64 and not any(node.name() == "ToCopyBackward0" for node in graph_nodes([value])):
-            return DOUBLE
-    except FAILURES:
-        pass
+            return precision
     return SINGLE if {x.dtype for x in tensors} <= {torch.float32, torch.float64} else None
 
 

@@ -1,4 +1,4 @@
-"""Compare the derivatives of init, and of the settings of a dynamics, with differences."""
+"""Compare the derivatives of init, of encode, and of a dynamics that is a function of λ, with differences."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.engine.derivatives import Disagreement, Objectives, Tensors, Undefined, find_disagreement, points, weights
+from bilevel.engine.derivatives import (
+    FAILURES,
+    Disagreement,
+    Noise,
+    Objectives,
+    Tensors,
+    Undefined,
+    cast,
+    find_disagreement,
+    points,
+    weights,
+)
+from bilevel.engine.double_backward import eagerly
+from bilevel.engine.limits import trial_loss
 from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
 
 
 def check_part(process: Process, state: State, after: State, name: str) -> None:
-    """Refuse a problem whose init, or whose function of λ for the dynamics, hides a derivative.
+    """Refuse a problem whose init, encode, or function of λ for the dynamics hides a derivative.
 
     It costs one recorded call of that function, and two calls for each of up to four leaves of λ. A step size may be
     computed from a detached λ, as it often is from curvatures. But then λ must have another effect.
@@ -25,10 +38,10 @@ def check_part(process: Process, state: State, after: State, name: str) -> None:
     Args:
         process: what will be differentiated.
         state, after: its start, and the state after one step.
-        name: "init" or "dynamics".
+        name: "init", "encode" or "dynamics".
     """
     objectives = Objectives(process, state[0])
-    function = partial({"init": _start, "dynamics": _settings}[name], objectives)
+    function = partial({"init": _start, "encode": _encoded, "dynamics": _settings}[name], objectives)
     ends = trees.leaves(state[0]), trees.leaves(trees.detach(after[0]))
 
     def compare(function: Callable[[Tensors], Tensors]) -> Disagreement | None:
@@ -63,9 +76,36 @@ def _start(objectives: Objectives, tensors: Tensors) -> Tensors:
     return trees.tensors(objectives.process.bind(tensors[objectives.count :]).start()[0])
 
 
+def _encoded(objectives: Objectives, tensors: Tensors) -> Tensors:
+    """The floating tensors of encode(λ, task)."""
+    process, first = objectives.process, objectives.count
+    assert process.problem.encode is not None
+    lam = process.lam_spec.unflatten(tensors[first : first + process.outer_count])
+    with eagerly():  # compiled code would be compiled again for tensors of another precision
+        task = process.problem.encode(lam, cast(process.task, tensors[0].dtype))
+    return [leaf for leaf in trees.tensors(task) if trees.is_variable(leaf)]
+
+
 def _settings(objectives: Objectives, tensors: Tensors) -> Tensors:
-    """The numbers among the settings of the dynamics at λ."""
-    return _numbers(objectives.process.bind(tensors[objectives.count :]).dynamics)
+    """The numbers among the settings of the dynamics at λ, and where its first and last step lead from a fixed state.
+
+    The steps take the place of the functions among the settings. Their loss does not depend on λ.
+    """
+    process, variables = objectives.process, tensors[objectives.count :]
+    dynamics = process.bind(variables).dynamics
+    try:
+        with torch.no_grad():
+            fixed = process.bind([x.detach().to(tensors[0].dtype) for x in process.variables]).dynamics
+            noise = Noise(2)
+            w = trees.map(lambda x: noise(x.to(tensors[0].dtype)), process.bound.start()[0])
+            loss, state = trial_loss(w, [noise(x) for x in trees.leaves(w)]), (w, fixed.init(w))
+            # Some settings have no effect on the first steps: a momentum on no velocity.
+            for _ in range(2):
+                state = fixed.step(loss, *state, process.times[0])
+        after = [dynamics.step(loss, *state, t) for t in {process.times[0], process.times[-1]}]
+    except (*FAILURES, AttributeError, KeyError):
+        after = []  # the step needs another loss
+    return _numbers(dynamics) + [leaf for leaf in trees.tensors(after) if trees.is_variable(leaf)]
 
 
 def _sum(outputs: Tensors) -> Tensor:

@@ -144,7 +144,15 @@ def _displacement(bound: Bound, w: Tree, t: int, slope: Tensor) -> Tensor:
 
 
 def _step(bound: Bound, w: Tree, slope: list[Tensor], t: int, called: Callable[[Tree], None] = lambda x: None) -> Tree:
-    leaves, decay = trees.leaves(w), bound.dynamics.slope_decay(t)
+    loss = trial_loss(w, slope, bound.dynamics.slope_decay(t), called)
+    return bound.dynamics.step(loss, w, bound.dynamics.init(w), t)[0]
+
+
+def trial_loss(
+    w: Tree, slope: list[Tensor], decay: float = 0.0, called: Callable[[Tree], None] = lambda x: None
+) -> EquationLoss:
+    """½‖x − w‖² + ⟨slope − decay·w, x⟩, whose gradient at w is `slope` when a dynamics adds the decay to it."""
+    leaves = trees.leaves(w)
 
     def loss(x: Tree) -> Tensor:
         called(x)
@@ -155,5 +163,4 @@ def _step(bound: Bound, w: Tree, slope: list[Tensor], t: int, called: Callable[[
         return trees.map(lambda a, b, s: a - b + s, x, w, trees.flatten(w)[1].unflatten(slope))
 
     # ½‖x − w + slope‖² is the same loss up to a constant, for a dynamics that solves equations.
-    whole = EquationLoss(loss, residual, lambda x: trees.subtract(x, residual(x)))
-    return bound.dynamics.step(whole, w, bound.dynamics.init(w), t)[0]
+    return EquationLoss(loss, residual, lambda x: trees.subtract(x, residual(x)))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn import Module
 
 from bilevel.problem import Problem
 
 Value = TypeVar("Value")
 # The number of entries is bounded, because a loop may pass new samplers or shapes in every call.
 CAPACITY = 100
+# Functions in the closures of functions are followed to this depth, and lists up to this length.
+DEPTH = 4
 
 
 class Recent(dict[Hashable, Value]):
@@ -117,18 +121,42 @@ def kind_of(value: Any) -> Any:
         return tuple(kind_of(item) for item in value)
     if isinstance(value, Mapping):
         return tuple((key, kind_of(item)) for key, item in value.items())
+    return _kind_of_code(value, DEPTH)
+
+
+def _kind_of_code(value: Any, depth: int) -> Any:
+    """The code of a function and the kinds of what it reads: closures, defaults, the attributes of an object."""
+    if isinstance(value, partial):
+        return _kind_of_code(value.func, depth), _kinds((*value.args, *value.keywords.items()), depth)
     code = getattr(value, "__code__", None)
     if code is None:
-        return type(value)
+        return _kind_of_object(value, depth) if callable(value) else type(value)
     cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if not _is_empty(cell)]
-    return code, tuple(_kind_in_closure(cell) for cell in cells), kind_of(getattr(value, "__defaults__", None))
+    read = _kinds((*cells, *(getattr(value, "__defaults__", None) or ())), depth)
+    return (code, read, _kind_of_object(value.__self__, depth)) if hasattr(value, "__self__") else (code, read)
 
 
-def _kind_in_closure(value: Any) -> Any:
-    """A plain value itself, and the type of anything else. References are not followed."""
+def _kind_of_object(value: Any, depth: int) -> Any:
+    """A sampler or a schedule may be an object. Its numbers are left out: it may count its calls."""
+    if isinstance(value, (type, Module)):  # the weights of a module may be many
+        return type(value)
+    attributes = getattr(value, "__dict__", {}).values()
+    return type(value), _kinds([type(x) if type(x) in (int, float) else x for x in attributes], depth)
+
+
+def _kinds(values: Iterable[Any], depth: int) -> tuple[Any, ...]:
+    """Plain values themselves, functions by their code to a limited depth, and anything else by its type."""
+    return tuple([_kind_in_closure(value, depth - 1) for value in values])
+
+
+def _kind_in_closure(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
         return type(value), value.requires_grad
-    return value if isinstance(value, (int, float, str, type, type(None))) else type(value)
+    if isinstance(value, (int, float, str, type, type(None))):
+        return value
+    if depth > 0 and isinstance(value, (list, tuple)) and len(value) <= DEPTH:
+        return type(value), _kinds(value, depth)
+    return _kind_of_code(value, depth) if depth > 0 and callable(value) else type(value)
 
 
 def _is_empty(cell: Any) -> bool:
