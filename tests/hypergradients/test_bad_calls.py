@@ -126,6 +126,16 @@ class TestOtherThings:
             call(problem, lam, task, start=before, **adam)
         call(problem, lam, task, start=bl.hypergradient(problem, lam, task, **adam), **adam)
 
+    def test_a_start_whose_auxiliary_variables_fit_by_chance(self):
+        """The velocity of heavy ball would be taken for the mean square of RMSProp."""
+        before = ask(dynamics=bl.HeavyBall(0.1, 0.9))
+        with refused("a result of HeavyBall", "RMSProp", "start=result.inner"):
+            ask(dynamics=bl.RMSProp(0.1), start=before)
+        with refused("a result of HeavyBall", r"Until\(HeavyBall\)"):
+            ask(dynamics=bl.Until(bl.HeavyBall(0.1, 0.9), tol=1e-9), start=before)
+        ask(dynamics=bl.HeavyBall(0.05, 0.5), start=before)
+        ask(dynamics=bl.RMSProp(0.1), start=before.inner)
+
     @pytest.mark.parametrize("adjoint", [3, 0.5, "zero", {"x": torch.zeros(3)}, [torch.zeros(3)]], ids=str)
     def test_what_is_no_adjoint(self, adjoint):
         with refused("adjoint", r"`\.adjoint` of an earlier result"):

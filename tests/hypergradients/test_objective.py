@@ -116,3 +116,22 @@ def test_data_made_in_inference_mode_have_second_derivatives():
     f = bl.objective(problem, lam, bl.Task(None, x), dynamics=bl.GradientDescent(0.5), steps=1)
     (slope,) = torch.autograd.grad(f, lam, create_graph=True)
     assert torch.allclose(torch.autograd.grad(slope.sum(), lam)[0], torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Unrolled(), bl.Forward(), bl.Implicit(), bl.FirstOrder()], ids=str)
+def test_gradients_can_be_changed_in_place_one_by_one(method):
+    """autograd gives one tensor for two leaves of a sum. Clipping would scale it twice."""
+    problem = bl.Problem(
+        lambda w, lam, _: ((w - 1) ** 2).sum(),
+        lambda w, lam, _: (w**2).sum() + ((lam["a"] + lam["b"]) ** 2).sum() + 3 * lam["c"].sum(),
+        lambda lam: torch.zeros(2),
+    )
+    lam = {name: torch.ones(3, requires_grad=True) for name in "abc"}
+    call = {"dynamics": bl.GradientDescent(0.3), "steps": 20, "method": method}
+    found = bl.hypergradient(problem, lam, bl.Task(None, None), **call).grad
+    for name, leaf in lam.items():
+        leaf.grad = found[name]
+    torch.nn.utils.clip_grad_norm_(lam.values(), 1.0)
+    clipped = torch.cat([leaf.grad for leaf in lam.values()])
+    expected = torch.tensor([4.0, 4, 4, 4, 4, 4, 3, 3, 3])
+    torch.testing.assert_close(clipped, expected / expected.norm(), rtol=1e-5, atol=0)

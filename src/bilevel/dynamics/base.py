@@ -51,6 +51,13 @@ class Dynamics(ABC):
         if "step" in vars(cls) and "leafwise" not in vars(cls):
             cls.leafwise = False
 
+    @property
+    def kind(self) -> str:
+        """The class, with those of the dynamics or the optimiser inside: what auxiliary variables belong to."""
+        inside = [value for value in vars(self).values() if isinstance(value, (type, Dynamics))]
+        names = [value.__name__ if isinstance(value, type) else value.kind for value in inside]
+        return f"{type(self).__name__}({', '.join(names)})" if names else type(self).__name__
+
     def init(self, w: Tree) -> Tree:
         """The auxiliary variables (velocities, moments) before the first step; they are differentiated like w."""
         return ()

@@ -43,6 +43,24 @@ def check_adjoint(adjoint: Any) -> None:
         )
 
 
+def check_continued(process: Process) -> None:
+    """Refuse to continue a result without auxiliary variables, or with those of another dynamics."""
+    previous, dynamics = process.previous, process.bound.dynamics
+    if previous is None:
+        return
+    if previous.state is None:
+        raise BilevelError(
+            f"A result of {previous.stats.method} cannot be continued: it has no velocities. Compute it with Reverse() "
+            "or Forward()."
+        )
+    # Older checkpoints do not say what dynamics their results are of.
+    if previous.dynamics not in (None, dynamics.kind) and trees.leaves(previous.state[1]):
+        raise BilevelError(
+            f"start= is a result of {previous.dynamics}, and its auxiliary variables mean something else to "
+            f"{dynamics.kind}. Pass its w_T, start=result.inner, or continue with the dynamics that it came from."
+        )
+
+
 def continued(process: Process) -> AbstractContextManager[None]:
     """The context in which a process runs that may continue an earlier result."""
     return contextlib.nullcontext() if process.previous is None else _explain_other_dynamics(process)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics
+from bilevel.engine.calls import check_continued
 from bilevel.engine.closures import refuse_closures, refuse_views_of_lam
 from bilevel.engine.derivatives import check_derivatives
 from bilevel.engine.diagnosis import refuse_non_finite_data
@@ -128,11 +129,7 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
     task = process.bound.task
     if process.problem.encode is not None:
         check_task(task)
-    if process.previous is not None and process.previous.state is None:
-        raise BilevelError(
-            f"A result of {process.previous.stats.method} cannot be continued: it has no velocities. Compute it "
-            "with Reverse() or Forward()."
-        )
+    check_continued(process)
     check_sampler(process)
     if not value_only:
         if not process.live:
@@ -275,8 +272,7 @@ def _check_derivatives(process: Process, method: Method, state: Any, after: Any)
     if (second, kinds) not in known:
         check_derivatives(process, state, after, second)
         known[second, kinds] = True
-    # `encode` is not compared, because it is called once only: it may take long, and may keep statistics.
-    parts: dict[str, Any] = {}
+    parts: dict[str, Any] = {} if process.problem.encode is None else {"encode": None}
     if method.sees_dynamics and process.start is None and process.previous is None:
         parts["init"] = None
     if method.sees_dynamics and process.steps and not isinstance(process.source, Dynamics):

@@ -69,6 +69,7 @@ class Hypergradient:
         stats: its cost.
         state: (w_T, auxiliary variables). An online run continues from it, from `t` and from `tangents`.
         adjoint: the solution of the linear system of an implicit method, with which the next one can start.
+        dynamics: the kind of dynamics whose auxiliary variables `state` holds.
     """
 
     value: Tensor
@@ -80,6 +81,7 @@ class Hypergradient:
     tangents: list[Tensor | None] | None = field(default=None, repr=False)
     adjoint: Tensor | None = field(default=None, repr=False)
     tasks: list[Hypergradient] = field(default_factory=list, repr=False)
+    dynamics: str | None = field(default=None, repr=False)
 
 
 def to_device(result: Hypergradient, device: torch.device) -> Hypergradient:
@@ -186,8 +188,22 @@ class Method(ABC):
                 f"Remove it from λ, {other}or pass allow_unused=True to have its gradient be zero."
             )
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(lam, parts, strict=True)]
-        grad = process.lam_spec.unflatten(filled)
+        grad = process.lam_spec.unflatten(_each_with_its_own_memory(filled))
         last = process.times[-1] if process.steps else process.times.start - 1
         kept, dynamics = state if continues else None, process.bound.dynamics
         stats["iterations"] = dynamics.iterations(state[1]) if continues else None
-        return Hypergradient(value, grad, state[0], Stats(type(self).__name__, **stats), kept, last, **(extra or {}))
+        facts = {"dynamics": dynamics.kind if continues else None, **(extra or {})}
+        return Hypergradient(value, grad, state[0], Stats(type(self).__name__, **stats), kept, last, **facts)
+
+
+def _each_with_its_own_memory(gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients as tensors that can be changed in place, as gradient clipping does, one by one.
+
+    autograd returns one tensor for two leaves that enter as their sum, and one number in all places for a sum.
+    """
+    owners: set[int] = set()
+    for i, g in enumerate(gradients):
+        if g.data_ptr() in owners or (0 in g.stride() and g.numel() > 1):
+            gradients[i] = g.clone(memory_format=torch.contiguous_format)
+        owners.add(gradients[i].data_ptr())
+    return gradients
