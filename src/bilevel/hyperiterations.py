@@ -72,3 +72,17 @@ def budget(iterations: int) -> Part:
 def every(count: int, part: Part) -> Part:
     """A part that is called every `count` hyperiterations, and not at the start, for example to write checkpoints."""
     return lambda k, result: part(k, result) if k and k % count == 0 else None
+
+
+def tolerance(tol: float) -> Part:
+    """The part that ends the loop when the gradient norm has fallen to `tol`."""
+
+    def part(k: int, here: Any) -> Outcome | None:
+        if not here.gradient_norm <= tol:
+            return None
+        return Outcome(
+            "converged",
+            f"Converged: the gradient norm fell to {here.gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.",
+        )
+
+    return part

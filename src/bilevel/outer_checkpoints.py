@@ -79,14 +79,13 @@ class OuterCheckpoints:
         if other:
             self._refuse(other)
 
-    def check_value(self, before: Tensor, now: float | None, first: float) -> None:
+    def check_value(self, before: float, now: float | None, first: float, eps: float) -> None:
         """Refuse the checkpoints if f_T has another value now at their last λ: functions cannot be compared."""
         # The order of a sum, and with it the rounding, may depend on the machine. A value near zero has the rounding
         # errors of larger numbers, for which the first value stands.
-        eps = torch.finfo(before.dtype).eps
-        tolerance = eps**0.5 * abs(float(before)) + 100 * eps * abs(first)
-        if now is not None and not abs(now - float(before)) <= tolerance:
-            there = f"f_T at the last λ: {float(before):.6g} there, {now:.6g} here"
+        tolerance = eps**0.5 * abs(before) + 100 * eps * abs(first)
+        if now is not None and not abs(now - before) <= tolerance:
+            there = f"f_T at the last λ: {before:.6g} there, {now:.6g} here"
             self._refuse([f"{there}, so the functions of the problem or of the dynamics, or the data, are others"])
 
     def _refuse(self, other: list[str]) -> NoReturn:

@@ -23,7 +23,7 @@ from bilevel.engine.memory import memory_of
 from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.hypergradients import Evaluator, as_method
-from bilevel.hyperiterations import Loop, LoopEnded, Part, budget
+from bilevel.hyperiterations import Loop, LoopEnded, Part, budget, tolerance
 from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, run_facts, without_caches
 from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
@@ -123,7 +123,7 @@ def solve(
     begin = trees.clone(lam if constraint is None else constraint.project(trees.detach(lam)))
     record = Record()
     parts: list[Part] = [record.keep, budget(iterations), record.add]
-    parts += [_tolerance(tol)] if tol is not None else []
+    parts += [tolerance(tol)] if tol is not None else []
     parts += [record.patience(patience)] if patience is not None else []
     loop = Loop(parts)
     evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
@@ -159,18 +159,6 @@ def solve(
             raise
         outcome = Outcome("failed", f"Failed at hyperiteration {len(record.values)}: {error}")
     return record.solution(begin, outcome, best=patience is not None or chosen.compares_values)
-
-
-def _tolerance(tol: float) -> Part:
-    def part(k: int, here: Iteration) -> Outcome | None:
-        if not here.gradient_norm <= tol:
-            return None
-        return Outcome(
-            "converged",
-            f"Converged: the gradient norm fell to {here.gradient_norm:.3g} ≤ {tol:.3g} at hyperiteration {k}.",
-        )
-
-    return part
 
 
 def _algorithm(algorithm: Any, optimizer: Any, scheduler: Any) -> Algorithm:
@@ -258,7 +246,7 @@ class _OuterRun:
                 previous = None if self.start == "cold" else self.previous
                 if processes.writes:
                     state = {"algorithm": states[0](), "record": record.state(), "previous": previous}
-                    checkpoints.save(k, state)
+                    checkpoints.save(k, {**state, "one_step_more": self._value_after(1, record.last)})
 
         self.save, found, saved = save, checkpoints.load(leaves[0].device), None
         if found is not None:
@@ -268,27 +256,39 @@ class _OuterRun:
             self.previous_kind = _kind(self.method)
             earlier = Record()
             earlier.load(state["record"], spec)
+            eps = torch.finfo(leaves[0].dtype if earlier.last is None else earlier.last.hypergradient.value.dtype).eps
             if earlier.last is not None and not algorithm.moves_w:
-                value = earlier.last.hypergradient.value
-                checkpoints.check_value(value, self._value_again(earlier.last), first=earlier.values[0])
+                value = float(earlier.last.hypergradient.value)
+                checkpoints.check_value(value, self._value_again(earlier.last), earlier.values[0], eps)
+            # If w is carried on, E at w_T does not say whether L has changed; E after one more step does.
+            after = state.get("one_step_more")
+            if after is not None and after == after:
+                checkpoints.check_value(after, self._value_after(1, earlier.last), earlier.values[0], eps)
             record.load(state["record"], spec)
         return replace(outer, saved=saved, keep=states.append)
 
     def _value_again(self, last: Iteration) -> float | None:
         """f_T at the λ of hyperiteration `done` − 1, or None where it cannot be computed again."""
-        if isinstance(self.tasks, Iterator):
-            # It may be random.
+        if self.start == "cold" and not isinstance(self.tasks, Iterator):
+            try:
+                return float(self.evaluator.gradient(last.lam, self.drawn, self.method).value)
+            except DivergenceError:
+                return float("nan")
+        # The w at which the steps began is not kept. The outer objective at the w where they ended is f_T too.
+        method = as_method(self.method)
+        return None if method is None or not method.exact else self._value_after(0, last, self.drawn)
+
+    def _value_after(self, steps: int, last: Iteration | None, tasks: Any = None) -> float | None:
+        """E after so many steps from the w_T of hyperiteration `done` − 1; None where it cannot be computed."""
+        if last is None or isinstance(self.tasks, Iterator):  # an iterator may be random
             return None
         try:
-            if self.start == "cold":
-                return float(self.evaluator.gradient(last.lam, self.drawn, self.method).value)
-            # The w at which the steps began is not kept. The outer objective at the w where they ended is f_T too.
-            method = as_method(self.method)
-            if method is None or not method.exact:
-                return None
-            return float(replace(self.evaluator, steps=0).value(last.lam, self.drawn, last.hypergradient.inner))
+            tasks = self._draw(0) if tasks is None else tasks
+            return float(replace(self.evaluator, steps=steps).value(last.lam, tasks, last.hypergradient.inner))
         except DivergenceError:
             return float("nan")
+        except BilevelError:  # batches that processes share
+            return None
 
     def callback_part(self, callbacks: Sequence[Callable[[Iteration], bool | None]]) -> Part:
         def part(k: int, here: Iteration) -> Outcome | None:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.engine.any_order import any_order, check_higher_derivatives
-from bilevel.engine.calls import refuse_changed_data, versions
+from bilevel.engine.calls import refuse_changed_data, refuse_other_result, versions
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.memory import Memory, memory_of
@@ -120,13 +120,18 @@ class _Solution:
     w_spec: Spec
     data_versions: tuple[int, ...]
 
-    def pull_back(self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-        """v ∂w_T/∂λ by the method."""
+    def pull_back(
+        self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """v ∂w_T/∂λ by the method, at the w_T with these values."""
         refuse_changed_data(self.task, self.data_versions)
         lam, v = self.spec.unflatten(trees.detach(list(leaves))), self.w_spec.unflatten(trees.detach(list(cotangents)))
         method = "auto" if self.method is None else self.method
         with torch.enable_grad():
             result = _with_product(self.evaluator, v).gradient(lam, self.task, method)
+        # Some methods go on from w_T to the minimiser.
+        if self.method is None or (self.method.structure is None and getattr(self.method, "newton", None) is None):
+            refuse_other_result(values, trees.leaves(result.inner))
         return trees.leaves(result.grad)
 
     def record(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -150,13 +155,14 @@ class _InGraph(Function):
     @staticmethod
     def forward(ctx: Any, solution: _Solution, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.solution, ctx.count = solution, count
-        ctx.save_for_backward(*tensors[:count])
+        ctx.save_for_backward(*tensors)
         return tuple(value.clone() for value in tensors[count:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        leaves, rest = ctx.saved_tensors, [None] * len(cotangents)
-        slopes = ctx.solution.pull_back(leaves, cotangents)
+        leaves, values = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        rest = [None] * len(cotangents)
+        slopes = ctx.solution.pull_back(leaves, cotangents, values)
         if torch.is_grad_enabled():
             pull_back = PullBack(ctx.solution.record, 0, ctx.count)
             slopes = recomputed(pull_back, 0, len(slopes), *leaves, *cotangents, *slopes)

@@ -332,6 +332,23 @@ def test_a_run_resumes_from_its_checkpoint(algorithm, tmp_path):
     assert resumed.history["value"].tolist() == whole.history["value"].tolist()
 
 
+@pytest.mark.parametrize("part", ["inner", "outer"])
+def test_checkpoints_of_another_problem_are_refused(part, tmp_path):
+    problem = bl.Problem(
+        lambda w, lam, x: ((w - lam * x) ** 2).mean(),
+        lambda w, lam, x: ((w - x) ** 2).mean(),
+        lambda lam: torch.zeros(2),
+    )
+    function = getattr(problem, part)
+    other = replace(problem, **{part: lambda w, lam, x: 1.1 * function(w, lam, x)})
+    given = torch.ones(2), bl.Task(torch.ones(4, 2), torch.full((4, 2), 2.0))
+    call = {"algorithm": bl.SOBA(**FIXED), "iterations": 4, "checkpoint": tmp_path, "checkpoint_every": 2}
+    bl.solve(problem, *given, **call)
+    with pytest.raises(bl.BilevelError, match="are those of another run"):
+        bl.solve(other, *given, **{**call, "iterations": 6})
+    assert len(bl.solve(problem, *given, **{**call, "iterations": 6}).history["value"]) == 6
+
+
 @pytest.mark.slow
 def test_compiled_derivatives_give_the_same_run():
     eager, fast = (run(bl.SOBA(**FIXED, compiled=compiled), iterations=10) for compiled in (False, True))

@@ -292,3 +292,21 @@ def test_nothing_of_the_users_is_changed():
     bl.solve(ridge(), lam, task, dynamics=bl.GradientDescent(0.1), steps=3, iterations=3)
     assert lam.grad is None and torch.equal(lam, torch.zeros(3))
     assert all(torch.equal(a, b) for a, b in zip((*task.train, *task.val), copies, strict=True))
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Forward(), bl.Spectral(), bl.ZeroOrder(), bl.Implicit()], ids=str)
+def test_lam_and_w_without_numbers(method):
+    with refused("λ has no numbers in it"):
+        ask(ridge(inner=lambda w, lam, b: (w**2).sum() + lam.sum()), torch.zeros(0), method=method)
+    with refused("without numbers", "nothing for the inner problem to learn"):
+        ask(
+            bl.Problem(lambda w, lam, b: (w * lam[0]).sum(), lambda w, lam, b: w.sum(), lambda lam: torch.zeros(0)),
+            method=method,
+        )
+    some = ridge(
+        inner=lambda w, lam, b: (b[0] @ w - b[1]).square().mean() + (lam["a"].exp() * w**2).sum() + lam["b"].sum(),
+        outer=lambda w, lam, b: (b[0] @ w - b[1]).square().mean() + lam["b"].sum(),
+    )
+    found = ask(some, {"a": torch.zeros(3), "b": torch.zeros(0)}, method=method)
+    torch.testing.assert_close(found.grad["a"], ask(method=method).grad, rtol=1e-6, atol=1e-9)
+    assert found.grad["b"].shape == (0,)

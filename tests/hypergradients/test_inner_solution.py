@@ -1,5 +1,8 @@
 """`inner_solution`: w_T in the caller's graph, by every method, to every order."""
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
 
@@ -135,3 +138,44 @@ def test_data_that_change_before_the_backward_pass_are_refused(live_targets):
     for outputs in ((w**2).sum(), slope.sum()):
         with pytest.raises(bl.BilevelError, match=r"changed in place .* clone"):
             torch.autograd.grad(outputs, lam, retain_graph=True)
+
+
+@pytest.mark.parametrize("changed", ["array", "number", "sampler"])
+@pytest.mark.parametrize("method", [bl.Reverse(), "auto", bl.Implicit()], ids=str)
+def test_a_change_between_the_call_and_its_backward_pass_is_refused(changed, method):
+    """The backward pass runs the steps again, with whatever the functions read by then."""
+    array, numbers, rows = np.ones(3), {"factor": 1.0}, torch.ones(3)
+    problem = bl.Problem(
+        lambda w, lam, x: numbers["factor"] * ((w - torch.as_tensor(x)) ** 2).sum() + lam.exp() * (w**2).sum(),
+        lambda w, lam, x: w.sum(),
+        lambda lam: torch.zeros(3),
+    )
+    task = bl.Task((lambda t: rows) if changed == "sampler" else array, None)
+
+    def change():
+        array[:], numbers["factor"] = 3.0, 2.0 if changed == "number" else 1.0
+        rows.fill_(3.0)
+
+    lam = torch.tensor(0.1, requires_grad=True)
+    call = {"dynamics": bl.GradientDescent(0.1), "steps": 50, "method": method}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bl.BilevelWarning)
+        right, found = bl.inner_solution(problem, lam, task, **call), bl.inner_solution(problem, lam, task, **call)
+        torch.autograd.grad(right.sum(), lam)
+        change()
+        with pytest.raises(bl.BilevelError, match="runs the steps again"):
+            torch.autograd.grad(found.sum(), lam)
+
+
+def test_a_change_before_a_second_derivative_is_refused():
+    factor = [1.0]
+    problem = bl.Problem(
+        lambda w, lam, _: factor[0] * (w - 1) ** 2 + lam.exp() * w**2, lambda w, lam, _: w**2, torch.zeros_like
+    )
+    lam = torch.tensor(0.1, requires_grad=True)
+    f = bl.objective(problem, lam, bl.Task(None, None), dynamics=bl.GradientDescent(0.1), steps=5)
+    torch.autograd.grad(f, lam, create_graph=True)
+    factor[0] = 2.0
+    with pytest.raises(bl.BilevelError, match="runs the steps again"):
+        (slope,) = torch.autograd.grad(f, lam, create_graph=True)
+        torch.autograd.grad(slope, lam)

@@ -124,12 +124,14 @@ def test_checkpoints_of_another_problem_are_refused(tmp_path, start):
     """Functions cannot be compared. The value at the last λ can."""
     before = solve_script.problem
     other = replace(before, outer=lambda w, lam, data: before.outer(w, lam, data) + 5)
+    trained = replace(before, inner=lambda w, lam, data: 1.1 * before.inner(w, lam, data))
     lam = {"decay": torch.zeros(4), "prior": torch.tensor(0.1)}
     run = {"steps": 5, "start": start, "checkpoint": tmp_path, "checkpoint_every": 2}
     rates = {"dynamics": bl.GradientDescent(0.1)}
     bl.solve(before, lam, solve_script.task(0), iterations=4, **rates, **run)
     for problem, changed, words in (
         (other, rates, "f_T at the last λ"),
+        (trained, rates, "f_T at the last λ"),
         (before, {"dynamics": bl.GradientDescent(0.02)}, r"dynamics: GradientDescent\(lr=0.1\) there"),
         (before, {"dynamics": lambda lam: bl.GradientDescent(lam["prior"])}, "dynamics: "),
         (before, {"method": bl.Forward(), **rates}, "method: Reverse"),

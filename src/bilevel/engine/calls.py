@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bilevel import trees
 from bilevel.engine.method import Hypergradient
@@ -100,3 +102,20 @@ def refuse_changed_data(tasks: Tree, before: tuple[int, ...]) -> None:
             "A tensor of the task was changed in place between the call and its backward pass, which runs the steps "
             "again and would see the new numbers. Call backward() before the change, or pass a clone() of the tensor."
         )
+
+
+def refuse_other_result(before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+    """Refuse derivatives of a run that gave another result in the call."""
+    for one, two in zip(before, now, strict=True):
+        eps = torch.finfo(one.dtype).eps
+        # Another method or another order of sums may round differently, and long runs amplify it.
+        if not one.numel():
+            continue
+        gap, size = float((two.detach() - one).abs().max()), float(one.abs().max())
+        if gap > eps**0.25 * size + 100 * eps:
+            raise BilevelError(
+                "The backward pass runs the steps again, and their result was different: the largest difference is "
+                f"{gap:.3g}, in numbers up to {size:.3g}. Something that the functions or the data read besides their "
+                "arguments has changed since the call: a number in a closure, an array, a sampler's data, a module. "
+                "Call backward() before the change, or compute again."
+            )

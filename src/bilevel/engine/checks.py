@@ -117,6 +117,8 @@ def check_lam(lam: Tree) -> None:
                 f"λ{trees.paths(lam)[index]} has {bad} of {leaf.numel()} entries NaN or Inf. Start from finite values; "
                 "nothing was computed."
             )
+    if not any(leaf.numel() for leaf in leaves):
+        raise BilevelError(f"λ has no numbers in it: it is {trees.describe(lam)}. Pass at least one number to tune.")
 
 
 def check_process(process: Process, method: Method, *, value_only: bool = False) -> None:
@@ -196,8 +198,9 @@ def _check_start(process: Process) -> Any:
     with torch.no_grad(), changing_nothing("init", {"λ": process.variables}):
         state = call_user("init", process.bound.start)
     leaves = trees.leaves(state[0])
-    if not leaves:
-        raise BilevelError(f"{name} gave no tensors, so there is nothing for the inner problem to learn.")
+    if not trees.size(state[0]):
+        what = f"a w of {trees.describe(state[0])}, without numbers" if leaves else "no tensors"
+        raise BilevelError(f"{name} gave {what}, so there is nothing for the inner problem to learn.")
     for path, leaf in zip(trees.paths(state[0]), leaves, strict=True):
         if leaf.is_meta or leaf.is_nested or leaf.layout != torch.strided:
             raise BilevelError(f"{name} gave a w{path} that is sparse, nested or on the meta device. Let it be dense.")

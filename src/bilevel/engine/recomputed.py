@@ -19,6 +19,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
 
 from bilevel import trees
+from bilevel.engine.calls import refuse_other_result
 from bilevel.errors import BilevelError
 
 Tensors = tuple[Tensor, ...]
@@ -80,7 +81,7 @@ class WithKnownGradient(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.function, ctx.data, *tensors = inputs
-        ctx.slopes = output[1:]
+        ctx.value, ctx.slopes = output[0].detach(), output[1:]
         ctx.mark_non_differentiable(*ctx.slopes)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *ctx.slopes)
@@ -95,7 +96,15 @@ class WithKnownGradient(Function):
             return *no_gradients, *(cotangent * slope for slope in ctx.slopes)
         count, function = len(ctx.saved_tensors) - len(ctx.slopes), ctx.function
         tensors, slopes = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        pull_back = PullBack(lambda *inputs: (function.record(*inputs),), ctx.data, count - ctx.data)
+        known = None if torch.func.debug_unwrap(ctx.value, recurse=False) is not ctx.value else ctx.value
+
+        def record(*inputs: Tensor) -> Tensors:
+            value = function.record(*inputs)
+            if known is not None:
+                refuse_other_result([known], [value])
+            return (value,)
+
+        pull_back = PullBack(record, ctx.data, count - ctx.data)
         pulled = [cotangent * slope for slope in slopes]
         return *no_gradients, *recomputed(pull_back, ctx.data, len(pulled), *tensors, cotangent, *pulled)
 

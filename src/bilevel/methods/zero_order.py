@@ -72,7 +72,7 @@ class ZeroOrder(Method):
             direction[first : first + leaf.numel()] = torch.randn(leaf.numel(), generator=generator).double()
             first += leaf.numel()
             moves = (sign * factor * width for factor in (1, 10, 100) for sign in (1, -1))
-            if any(float(lam.value(move * direction)) != value for move in moves):
+            if not leaf.numel() or any(float(lam.value(move * direction)) != value for move in moves):
                 continue
             if not process.allow_unused:
                 raise BilevelError(
