@@ -239,3 +239,15 @@ def test_functions_in_two_precisions_are_compared_in_double_precision(name, hide
         refused(problem, "derivatives of inner are not what autograd says", lam, given=given)
     else:
         bl.hypergradient(problem, lam, given, dynamics=DESCENT, steps=5)
+
+
+def test_an_encoder_that_keeps_statistics_is_called_once():
+    calls = []
+
+    def encode(lam, task):
+        calls.append(1)
+        return bl.Task((task.train[0] * lam.exp(), task.train[1]), task.val)
+
+    encode.keeps_statistics = True
+    bl.hypergradient(bl.Problem(inner, outer, zeros, encode), LAM, task(), dynamics=DESCENT, steps=5)
+    assert len(calls) == 1

@@ -275,7 +275,9 @@ def _check_derivatives(process: Process, method: Method, state: Any, after: Any)
     if (second, kinds) not in known:
         check_derivatives(process, state, after, second)
         known[second, kinds] = True
-    parts: dict[str, Any] = {} if process.problem.encode is None else {"encode": None}
+    encode, parts = process.problem.encode, dict[str, Any]()
+    if encode is not None and not getattr(encode, "keeps_statistics", False):
+        parts["encode"] = None
     if method.sees_dynamics and process.start is None and process.previous is None:
         parts["init"] = None
     if method.sees_dynamics and process.steps and not isinstance(process.source, Dynamics):

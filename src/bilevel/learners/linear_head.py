@@ -199,6 +199,8 @@ class SolvedHead(LinearHead):
             # Only the minimiser is used. E on a support set may be zero up to rounding, and a comparison of its
             # derivative with differences would then fail.
             return Problem(self.inner(ways), outer, init, check_derivatives=False)
+        # The calls of a comparison with differences would enter the running averages.
+        encode.keeps_statistics = self.batch_norm == "running"  # type: ignore[attr-defined]
         return Problem(self.inner(ways), outer, init, encode)
 
     def solved(self, problem: Problem, lam: Leaves, task: Task, **settings: Any) -> Hypergradient:

@@ -220,6 +220,8 @@ class HyperRepresentation(Learner):
         def init(lam: dict[str, Tensor]) -> Tensor:
             return next(iter(lam.values())).new_zeros(episodes, self.features, ways)
 
+        # The calls of a comparison with differences would enter the running averages.
+        encode.keeps_statistics = self.batch_norm == "running"  # type: ignore[attr-defined]
         return Problem(LinearClassifiers(self.l2), outer, init, encode)
 
     # ------------------------------------------------------------------------------------------- the contract

@@ -193,6 +193,8 @@ class MAML(BilevelLearner):
             return factor * mean_loss(w, lam, batch)
 
         mean_loss = problem.inner
+        # The calls of a comparison with differences would enter the running averages.
+        encode.keeps_statistics = self.batch_norm == "running"  # type: ignore[attr-defined]
         return replace(problem, inner=inner, encode=None if self.adapts_network else encode)
 
 
