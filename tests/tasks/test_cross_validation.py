@@ -125,7 +125,9 @@ def test_encoded_minibatches_are_encoded_once():
 
     objective = lambda w, b: ((b[0] @ w - b[1]) ** 2).mean() + 0.1 * (w**2).sum()  # noqa: E731
     start = lambda lam: torch.zeros(3)  # noqa: E731
-    encoded = bl.Problem(lambda w, lam, b: objective(w, b), lambda w, lam, b: objective(w, b), start, encode)
+    # The comparison of derivatives with differences, at the first call with a problem, calls encode too.
+    plain = lambda w, lam, b: objective(w, b)  # noqa: E731
+    encoded = bl.Problem(plain, plain, start, encode, check_derivatives=False)
     written = bl.Problem(
         lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])),
         lambda w, lam, b: objective(w, (torch.tanh(b[0] @ lam), b[1])),
