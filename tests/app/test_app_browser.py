@@ -269,6 +269,11 @@ def test_it_fits_phones_and_wide_screens_in_light_and_dark(page, page_of_desk, w
     draw(page, circle())
     says(page, "circle")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # The verdict above the pad changes while the user draws: it must not move the pad, however long a name is.
+    top = "document.getElementById('pad').getBoundingClientRect().top"
+    before = page.evaluate(top)
+    page.evaluate("document.getElementById('verdict').textContent = 'a name of forty characters, which is muc 99 %'")
+    assert page.evaluate(top) == before
     for role in ("button", "link", "textbox", "combobox"):
         for i, control in enumerate(page.get_by_role(role).all()):
             box = control.bounding_box()
