@@ -165,7 +165,7 @@ def test_without_a_mistake_the_first_episode_is_shown(few_scripts):
     settings = glyphs.GlyphsSettings()
     with glyphs.single_precision():
         learner = glyphs._untrained(settings, few_scripts)
-        evaluated = glyphs.Evaluated(learner, 1, None, None, torch.ones(3))
+        evaluated = glyphs.EvaluatedGlyphs(learner, 1, None, None, torch.ones(3))
         assert glyphs.show(settings, few_scripts, evaluated).number == 0
 
 

@@ -100,7 +100,7 @@ class PixelFeatures(nn.Module):
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedGlyphs:
     """The scores of a learner, with the T (and for some learners the step size) that was best on meta-validation."""
 
     learner: HyperRepresentation
@@ -117,7 +117,7 @@ def run(settings: GlyphsSettings, out: Path, progress: bool | None = None) -> Ex
         data = load("glyphs", progress=progress)  # it has a progress bar of its own
         with counter("glyphs", _work(settings), progress) as begin:
             learned: dict[str, Learned] = {}
-            evaluated: dict[str, Evaluated] = {}
+            evaluated: dict[str, EvaluatedGlyphs] = {}
             for method in LEARNED:
                 learned[method] = learn(settings, data, method, begin)
                 learner = learned[method].learner
@@ -172,7 +172,7 @@ def evaluate_one(
     learner: HyperRepresentation,
     step_sizes: tuple[float, ...],
     begin: Begin,
-) -> Evaluated:
+) -> EvaluatedGlyphs:
     """The accuracy on test episodes, with T and the step size that were best on meta-validation."""
     wide = replace(_training(settings, "reverse"), queries=settings.test_queries)
     found: list[tuple[float, EpisodeScore]] = []
@@ -195,10 +195,10 @@ def evaluate_one(
         steps,
         report=lambda done: begin(f"{name}, unseen scripts"),
     )
-    return Evaluated(learner, steps, validation, test, test.per_episode[:, -1])
+    return EvaluatedGlyphs(learner, steps, validation, test, test.per_episode[:, -1])
 
 
-def show(settings: GlyphsSettings, data: ImageDataset, evaluated: Evaluated) -> Shown:
+def show(settings: GlyphsSettings, data: ImageDataset, evaluated: EvaluatedGlyphs) -> Shown:
     """The first test episode with a mistake, or the first of all if there is none."""
     wrong = (evaluated.per_episode < 1).nonzero()
     number = int(wrong[0]) if len(wrong) else 0
@@ -260,7 +260,7 @@ def _work(s: GlyphsSettings) -> int:
 
 
 def _numbers(
-    evaluated: dict[str, Evaluated], seen: list[int], curves: dict[str, list[float]], shown: Shown
+    evaluated: dict[str, EvaluatedGlyphs], seen: list[int], curves: dict[str, list[float]], shown: Shown
 ) -> dict[str, Any]:
     accuracy = {
         name: {
@@ -286,7 +286,7 @@ def _numbers(
     }
 
 
-def _table(s: GlyphsSettings, evaluated: dict[str, Evaluated]) -> TextTable:
+def _table(s: GlyphsSettings, evaluated: dict[str, EvaluatedGlyphs]) -> TextTable:
     rows = [
         (
             NAMES[name],

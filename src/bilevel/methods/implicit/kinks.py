@@ -23,7 +23,7 @@ NEAR = 0.3
 def refuse_kink(
     slope_at: Callable[[Tensor], Tensor], w: Tensor, slope: Tensor, product: Callable[[Tensor], Tensor]
 ) -> None:
-    """Refuse a w_T that cannot come closer to ∇L = 0, because L has a kink there: its minimiser moves with the kink.
+    """Refuse a w_T that is not at rest and lies beside a kink of L: a minimiser at the kink would move with it.
 
     On the line from w_T against the slope g, a quadratic L has its minimum after ‖g‖²/⟨g, ∇²L g⟩ steps of g. Beside a
     kink the slope changes sign much earlier, and jumps on the way. The jump is found by halving: the change of a smooth
@@ -56,11 +56,11 @@ def refuse_kink(
     if jump > 16 * 0.5**halvings * whole and jump > 1e-3 * whole:
         raise BilevelError(
             f"Implicit() differentiates ∇L = 0, but the inner objective has a kink at a distance of "
-            f"{low * square**0.5:.2g} from w_T: entry {i} of ∇L jumps by {jump:.2g} there, and w_T cannot come closer "
-            f"to ∇L = 0 than ‖∇L‖ = {square**0.5:.2g}. The minimiser moves with the kink, which second derivatives do "
-            "not show. Write the term with the kink (an absolute value, a hinge, a maximum) as the penalty of a "
-            "proximal dynamics, such as ISTA(lr, L1(…)); or make it smooth; or use Reverse(), which differentiates the "
-            "steps."
+            f"{low * square**0.5:.2g} from w_T: entry {i} of ∇L jumps by {jump:.2g} there, and ‖∇L‖ is still "
+            f"{square**0.5:.2g}. If the minimiser lies at the kink, it moves with it, which second derivatives do not "
+            "show. Write the term with the kink (an absolute value, a hinge, a maximum) as the penalty of a proximal "
+            "dynamics, such as ISTA(lr, L1(…)); or make it smooth; or use Reverse(), which differentiates the steps. "
+            "If only the steps are too few, take more of them."
         )
 
 
