@@ -4,6 +4,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -174,6 +175,31 @@ WRONG = {
     "text in a table": (
         {"val": (pandas.DataFrame({"size": [1.0, 2.0], "colour": ["red", "blue"]}), np.zeros(2))},
         ["val data has a DataFrame of object (columns colour)", "Encode"],
+    ),
+    "columns in another order": (
+        {
+            "train": (pandas.DataFrame(classes()[0].numpy(), columns=["a", "b", "c"]), classes()[1]),
+            "val": (pandas.DataFrame(VAL[0].numpy(), columns=["a", "c", "b"]), VAL[1]),
+        },
+        ["where train has 'b', val has 'c'", "val[train.columns]"],
+    ),
+    "a column fewer": (
+        {
+            "train": (pandas.DataFrame(classes()[0].numpy(), columns=["a", "b", "c"]), classes()[1]),
+            "val": (pandas.DataFrame(VAL[0].numpy()[:, :2], columns=["a", "b"]), VAL[1]),
+            "holdout": 0.5,
+        },
+        ["where train has 'c', val has None"],
+    ),
+    "masked entries": ({"val": (np.ma.masked_greater(VAL[0].numpy(), 1.0), VAL[1])}, ["masked array", ".filled("]),
+    "a sparse matrix": ({"val": (sparse.csr_matrix(VAL[0].numpy()), VAL[1])}, ["sparse csr_matrix", ".toarray()"]),
+    "sparse tensors": (
+        {"train": (classes()[0].to_sparse(), classes()[1]), "val": (VAL[0].to_sparse(), VAL[1]), "holdout": 0.5},
+        ["layout torch.sparse_coo", ".to_dense()"],
+    ),
+    "nullable numbers": (
+        {"val": (pandas.DataFrame(VAL[0].numpy()).astype("Float64"), VAL[1])},
+        ["DataFrame of object", ".astype(float)"],
     ),
     "a table without targets": ({"val": pandas.DataFrame({"size": [1.0]})}, ["val=DataFrame is not data", "pair"]),
 }

@@ -235,6 +235,13 @@ def as_tensors(pair: Any, name: str) -> Any:
     """
 
     def converted(leaf: Any) -> Any:
+        if hasattr(leaf, "toarray"):
+            raise BilevelError(f"The {name} data has a sparse {type(leaf).__name__}. Pass its .toarray().")
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise BilevelError(
+                f"The {name} data has a masked array, and torch has no masks: masked entries would be used as numbers. "
+                "Pass .filled(value), or leave these rows out."
+            )
         if not hasattr(leaf, "__array__") or isinstance(leaf, Tensor):
             return leaf
         # A copy, because pandas gives arrays that must not be written to, and torch cannot read negative strides.
@@ -244,7 +251,7 @@ def as_tensors(pair: Any, name: str) -> Any:
             where = f" (columns {', '.join(text)})" if text else ""
             raise BilevelError(
                 f"The {name} data has a {type(leaf).__name__} of {array.dtype}{where}, and torch takes numbers. Encode "
-                "text and categories as numbers first."
+                "text and categories as numbers first, and convert nullable numbers of pandas by .astype(float)."
             )
         return torch.from_numpy(array)
 
@@ -267,6 +274,8 @@ def _as_batch(pair: Any, index: Tensor, like: Tensor, name: str) -> Batch:
     def converted(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if leaf.layout is not torch.strided:
+            raise BilevelError(f"The {name} data has a tensor of layout {leaf.layout}. Pass its .to_dense().")
         return leaf.to(like) if leaf.is_floating_point() else leaf.to(like.device)
 
     inputs, targets = (trees.map(converted, part) for part in pair)
@@ -314,10 +323,23 @@ def refuse_same_data(train: Any, val: Any, seed: int) -> None:
         )
 
 
+def refuse_other_columns(train: Any, val: Any) -> None:
+    """Raise an error if train and val have DataFrames whose columns differ: a model knows columns by position only."""
+    for one, other in zip(trees.leaves(train), trees.leaves(val), strict=False):
+        names, others = (list(getattr(table, "columns", ())) for table in (one, other))
+        if names and others and names != others:
+            first = next(pair for pair in itertools.zip_longest(names, others) if pair[0] != pair[1])
+            raise BilevelError(
+                f"The columns of train and val are not the same: where train has {first[0]!r}, val has {first[1]!r}. A "
+                "model knows columns by their position only. Pass val[train.columns], or arrays without names."
+            )
+
+
 def _equal(one: Any, other: Any) -> bool:
     """Whether two arrays or tensors are one object or have the same entries; other things are compared as objects."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.device == other.device and torch.equal(one, other))
+        dense = one.layout is other.layout is torch.strided
+        return one is other or (dense and one.device == other.device and torch.equal(one, other))
     if hasattr(one, "__array__") and hasattr(other, "__array__"):
         return one is other or np.array_equal(np.asarray(one), np.asarray(other))
     return one is other

@@ -24,7 +24,15 @@ from bilevel.methods.spectral import Spectral
 from bilevel.problem import Problem, Task
 from bilevel.trees import Tree
 from bilevel.tuning.algorithms import algorithm
-from bilevel.tuning.batches import Batch, RepeatedBatch, ReplayedLoader, refuse_same_data, training_data, whole_batch
+from bilevel.tuning.batches import (
+    Batch,
+    RepeatedBatch,
+    ReplayedLoader,
+    refuse_other_columns,
+    refuse_same_data,
+    training_data,
+    whole_batch,
+)
 from bilevel.tuning.losses import ModelLoss, model_losses
 from bilevel.tuning.network import Network
 from bilevel.tuning.randomness import derived_seed, draws_random_numbers, seeded
@@ -272,6 +280,7 @@ def prepare(
     data = training_data(train, seed, network.like, steps)
     validation = whole_batch(val, seed, network.like, "val")
     refuse_same_data(train, val, seed)
+    refuse_other_columns(train, val)
     per_example = any(one.per_example for one in declared)
     losses = model_losses(loss, per_example)
     validation_loss = _validation_loss(losses, loss, val_loss)
