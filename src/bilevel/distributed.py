@@ -150,6 +150,24 @@ class World:
             _raise_first(error, failed, self.everyone(failed))
         return [tables[number % self.size][number // self.size, :-1].view(like.shape) for number in range(count)]
 
+    def total(self, work: Callable[[int], Tensor], count: int, like: Tensor) -> Tensor:
+        """work(0) + … + work(count − 1), computed by all processes together; all terms are shaped like `like`.
+
+        Terms are added in pairs, pairs of pairs, and so on, so the sum is the same, bit for bit, for any number of
+        processes. If that number is a power of two, each process sends a single partial sum.
+
+        >>> World().total(lambda i: torch.tensor(float(i)), 4, torch.tensor(0.0))
+        tensor(6.)
+        """
+        ranges = _ranges(0, count, self.size)
+
+        def single(first: int, last: int) -> Tensor | None:
+            return work(first) if last - first == 1 else None
+
+        mine = (_pairwise_sum(single, first, last) for first, last in self.share(ranges))
+        sums = dict(zip(ranges, self.gather(mine, len(ranges), like), strict=True))
+        return _pairwise_sum(lambda first, last: sums.get((first, last)), 0, count)
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Raise an error that occurs inside the block on one process on all of them, so that none waits forever."""
@@ -167,6 +185,25 @@ class World:
         if raised.any():
             kind = KINDS[int(raised.nonzero().max())]
             raise kind("Another process of this run cannot go on. See the log of that process for the reason.")
+
+
+def _ranges(first: int, last: int, processes: int) -> list[tuple[int, int]]:
+    """The terms first…last − 1 of a pairwise sum, cut where the sum is: a range for each process if their number is a
+    power of two, otherwise smaller ranges.
+
+    >>> _ranges(0, 6, 2), _ranges(0, 3, 3)
+    ([(0, 3), (3, 6)], [(0, 1), (1, 2), (2, 3)])
+    """
+    if processes == 1 or last - first == 1:
+        return [(first, last)]
+    middle, fewer = (first + last) // 2, processes // 2 if processes % 2 == 0 else processes
+    return _ranges(first, middle, fewer) + _ranges(middle, last, fewer)
+
+
+def _pairwise_sum(known: Callable[[int, int], Tensor | None], first: int, last: int) -> Tensor:
+    """The sum of the terms first…last − 1: `known(first, last)`, or the sums of both halves if that is None."""
+    found, middle = known(first, last), (first + last) // 2
+    return _pairwise_sum(known, first, middle) + _pairwise_sum(known, middle, last) if found is None else found
 
 
 def _raise_first(mine: BilevelError | None, failed: _Failure | None, failures: list[_Failure | None]) -> None:

@@ -203,14 +203,11 @@ class Derivatives:
         """
         kinds = OUTPUTS[function.__name__.lstrip("_")]
         like = {"w": vectors[0], "λ": vectors[1], "1": vectors[0][:1]}
-        total = torch.zeros_like(torch.cat([like[kind] for kind in kinds]))
-        world = current_world()
-        mine = (
-            torch.cat([x.reshape(-1) for x in self._call(function, vectors, parts[i])])
-            for i in world.share(range(parts.count))
-        )
-        for row in world.gather(mine, parts.count, total):
-            total = total + row
+
+        def work(i: int) -> Tensor:
+            return torch.cat([x.reshape(-1) for x in self._call(function, vectors, parts[i])])
+
+        total = current_world().total(work, parts.count, torch.cat([like[kind] for kind in kinds]))
         split = torch.split(total / parts.count, [len(like[kind]) for kind in kinds])
         return [x.reshape(()) if kind == "1" else x.to(like[kind].dtype) for kind, x in zip(kinds, split, strict=True)]
 
