@@ -79,6 +79,29 @@ WRONG = {
     ),
     "not a number": ({"hyperparameters": LearningRate("fast")}, ["'fast'", "not a number"]),
     "another shape": ({"hyperparameters": LearningRate([0.1, 0.2], per="step")}, ["shape [2]", "[5]"]),
+    "one number for a whole run": ({"hyperparameters": LearningRate([0.1] * 5)}, ["shape [5]", "'step' or 'layer'"]),
+    "one number for the model": ({"hyperparameters": WeightDecay([0.1] * 4)}, ["shape [4]", "per='model'", "'layer'"]),
+    "one factor of the start": ({"hyperparameters": Initialisation([2.0] * 3, per="model")}, ["shape [3]"]),
+    "one smoothing": ({"hyperparameters": LabelSmoothing([0.1, 0.2, 0.3])}, ["shape [3]", "Pass a number."]),
+    "ignored labels to smooth": (
+        {"hyperparameters": LabelSmoothing(), "train": (classes()[0], classes()[1] - 1)},
+        ["a class from 0 to 2", "Leave out examples"],
+    ),
+    "one loss to mix": ({"hyperparameters": LossWeights()}, ["several losses", "remove 'loss_weights'"]),
+    "every output with every target": (
+        {"model": nn.Linear(3, 1), "loss": lambda o, y: ((o - y) ** 2).mean(), "train": classes()},
+        ["loss compares every output with every target", "[24, 1] and the targets [24]", "y.reshape(24, 1)"],
+    ),
+    "every target with every output": (
+        {
+            "model": nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)),
+            "loss": lambda o, y: (o - y).abs(),
+            "train": (classes()[0], classes()[0][:, :1]),
+            "val": (VAL[0], VAL[0][:, :1]),
+            "hyperparameters": ExampleWeights(),
+        },
+        ["[24] and the targets [24, 1]"],
+    ),
     "not on the simplex": (
         {"loss": TWO, "val_loss": F.cross_entropy, "hyperparameters": LossWeights([0.7, 0.7])},
         ["add up to 1"],
@@ -262,3 +285,21 @@ def test_examples_that_are_never_shown_are_pointed_out():
 def test_inference_mode_is_named():
     with torch.inference_mode(), pytest.raises(BilevelError, match=r"torch\.no_grad"):
         bl.tune(network(), F.cross_entropy, WeightDecay(), loader(), VAL, steps=2, iterations=1)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [lambda o, y: ((o[:, 0] - y) ** 2).mean(), lambda o, y: ((o - y[:, None]) ** 2).mean(), lambda o, y: (o**2).mean()],
+)
+def test_losses_that_pair_outputs_of_another_shape_with_their_targets_are_accepted(loss):
+    model = nn.Linear(3, 1)
+    nn.init.zeros_(model.weight)
+    (x, _), (other, _) = classes(), VAL
+    found = bl.tune(model, loss, WeightDecay(), (x, x.sum(1)), (other, other.sum(1)), steps=2, iterations=1)
+    w = {"weight": torch.zeros(1, 3), "bias": model.bias.detach()}
+    for _ in range(2):
+        w = {name: v.requires_grad_() for name, v in w.items()}
+        value = loss(x @ w["weight"].T + w["bias"], x.sum(1)) + 0.5e-4 * sum((v**2).sum() for v in w.values())
+        slopes = torch.autograd.grad(value, list(w.values()))
+        w = {name: (v - 0.1 * g).detach() for (name, v), g in zip(w.items(), slopes, strict=True)}
+    assert found.start_value == pytest.approx(float(loss(other @ w["weight"].T + w["bias"], other.sum(1))), rel=1e-12)

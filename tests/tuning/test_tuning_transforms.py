@@ -52,6 +52,15 @@ def test_the_ends_are_where_the_range_says():
     assert float(as_transform("x", "softplus", (0, 3)).value(torch.tensor(20.0).clamp(max=2.95))) < 3.1
 
 
+@pytest.mark.parametrize("word", RANGES)
+def test_a_tuning_can_go_on_from_an_end_of_the_range(word):
+    """The value at an end is beyond it by rounding error: exp(log 10) > 10."""
+    for ends in (RANGES[word], (1e-5, 10.0), (1e-8, 1e2)):
+        kind = as_transform("x", word, ends)
+        assert kind.contains(kind.value(torch.tensor(kind.leaf_range())))
+        assert not kind.contains(torch.tensor(ends[1] * (1 + 1e-9)))
+
+
 @pytest.mark.parametrize(
     ("word", "ends", "says"),
     [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,6 +38,7 @@ class ModelLoss:
         self.takes_hp = sum(p.kind in positional and p.default is p.empty for p in parameters.values()) >= 3
         self._loss = _without_reduction(loss) if per_example else loss
         self._reduction, self._class_weights, self._ignored_label = _reduction(loss)
+        self._compared = False
 
     def __call__(self, output: Any, batch: Batch, targets: Any, hp: Mapping[str, Any]) -> Tensor:
         value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
@@ -43,6 +46,9 @@ class ModelLoss:
             raise BilevelError(
                 f"{self.name} returned {type(value).__name__}. It must return a tensor, without .item() or float()."
             )
+        if not self._compared:
+            self._compared = True
+            self._refuse_all_pairs(output, targets, hp)
         count = len(batch.index)
         if self.per_example:
             if value.ndim == 0 or len(value) != count:
@@ -66,6 +72,34 @@ class ModelLoss:
                 "example. Add .mean() or .sum()."
             )
         return value
+
+    def _refuse_all_pairs(self, output: Any, targets: Any, hp: Mapping[str, Any]) -> None:
+        """Refuse a loss that compares every output with every target, as outputs (n, 1) − targets (n) do in torch.
+
+        Such a loss does not change if every target is moved to the next place.
+        """
+        if not (isinstance(output, Tensor) and isinstance(targets, Tensor)) or output.shape == targets.shape:
+            return
+        if output.numel() < 2 or [n for n in output.shape if n > 1] != [n for n in targets.shape if n > 1]:
+            return
+        # The outputs before training may all be equal, so numbers are added. Single precision would round too much.
+        output = output.detach().double() + torch.linspace(0, 0.5, output.numel()).to(output.device).view_as(output)
+        given = targets.detach().double() if targets.is_floating_point() else targets
+        moved, all_pairs = given.roll(1, 0), False
+        # A loss may need single precision or probabilities. Then it is not compared.
+        with torch.no_grad(), contextlib.suppress(Exception):
+            one, other, raised = (
+                float((self._loss(output, y, hp) if self.takes_hp else self._loss(output, y)).mean())
+                for y in (given, moved, given + 1)
+            )
+            # A loss may also ignore its targets.
+            all_pairs = abs(one - other) <= 1e-10 * abs(one) and one != raised and not torch.equal(given, moved)
+        if all_pairs:
+            raise BilevelError(
+                f"{self.name} compares every output with every target: it does not change if the targets change "
+                f"places. The outputs have shape {list(output.shape)} and the targets {list(targets.shape)}. Pass "
+                f"targets of the shape of the outputs, as in y.reshape{tuple(output.shape)}."
+            )
 
     def _mean_correction(self, labels: Any) -> Any:
         """The number of labels divided by their total weight.

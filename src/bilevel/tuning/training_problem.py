@@ -179,9 +179,13 @@ class TrainingProblem:
 
     def _draws(self, loss: Callable[[Lam], Tensor]) -> bool:
         lam = trees.detach(self.space.lam)
-        with torch.no_grad(), contextlib.suppress(*_USER_ERRORS):
-            return draws_random_numbers(lambda: loss(lam), self._like.device)
-        return False
+        try:
+            with torch.no_grad():
+                return draws_random_numbers(lambda: loss(lam), self._like.device)
+        except BilevelError:
+            raise
+        except _USER_ERRORS:
+            return False
 
     @property
     def _like(self) -> Tensor:

@@ -49,8 +49,10 @@ class Hyperparameter:
     transform: TransformLike = None
     per: str = field(default="run", kw_only=True)
 
-    # The legal values of `per`; whether the role needs one loss per example; whether it draws random numbers in a step.
+    # The legal values of `per`; whether the value is one number unless `per` says otherwise; whether the role needs one
+    # loss per example; whether it draws random numbers in a step.
     choices: ClassVar[tuple[str, ...]] = ("run",)
+    single: ClassVar[bool] = False
     per_example: ClassVar[bool] = False
     random: ClassVar[bool] = False
 
@@ -71,7 +73,14 @@ class Hyperparameter:
         counts = {"step": setup.steps, "example": setup.examples}
         labels = self.labels(setup)
         count = counts.get(self.per) if labels is None else len(labels)
-        return self.spread(self.start, () if count is None else (count,), setup)
+        value = self.spread(self.start, () if count is None else (count,), setup)
+        if self.single and count is None and value.ndim:
+            others = " or ".join(repr(one) for one in self.choices if one != self.per)
+            raise BilevelError(
+                f"Hyperparameter {self.name!r} starts at an array of shape {list(value.shape)}, but per={self.per!r} "
+                f"tunes one number. Pass a number{f', or per={others} for several' if others else ''}."
+            )
+        return value
 
     def labels(self, setup: Setup) -> list[str] | None:
         """The names of the entries; None if they have no names."""

@@ -37,6 +37,7 @@ class Initialisation(Hyperparameter):
     per: Literal["model", "layer", "weight"] = "layer"
 
     choices: ClassVar[tuple[str, ...]] = ("model", "layer", "weight")
+    single: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

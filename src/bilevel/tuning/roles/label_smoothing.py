@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class LabelSmoothing(Hyperparameter):
     range: Range = (0.0, 0.9)
     transform: TransformLike = "logit"
 
+    single: ClassVar[bool] = True
+
     def targets(self, value: Tree, targets: Tree, output: Any) -> Tree:
         if not (isinstance(targets, Tensor) and isinstance(output, Tensor) and output.ndim == 2):
             raise BilevelError(
@@ -43,7 +45,13 @@ class LabelSmoothing(Hyperparameter):
                 "labels, or probabilities of the same shape as the outputs."
             )
         if not targets.is_floating_point():
-            targets = torch.nn.functional.one_hot(targets.long(), classes).to(output)
+            try:
+                targets = torch.nn.functional.one_hot(targets.long(), classes).to(output)
+            except RuntimeError as error:
+                raise BilevelError(
+                    f"{type(self).__name__} needs a class from 0 to {classes - 1} for every example ({error}). Leave "
+                    "out examples with ignored labels, such as -100."
+                ) from None
         return (1 - value) * targets + value / classes
 
 

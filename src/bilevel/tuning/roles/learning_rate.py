@@ -35,6 +35,7 @@ class LearningRate(Hyperparameter):
     per: Literal["run", "step", "layer"] = "run"
 
     choices: ClassVar[tuple[str, ...]] = ("run", "step", "layer")
+    single: ClassVar[bool] = True
 
     def settings(self, value: Tree, setup: Setup) -> dict[str, Any]:
         return {"lr": self.of_each_parameter(value, setup) if self.per == "layer" else self.at_each_step(value)}

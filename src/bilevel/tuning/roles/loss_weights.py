@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 from bilevel.tuning.roles.base import Hyperparameter, Range, TransformLike
 from bilevel.tuning.setup import Setup
@@ -38,6 +39,11 @@ class LossWeights(Hyperparameter):
 
     def begin(self, setup: Setup) -> Tree:
         count = len(setup.losses)
+        if count < 2:
+            raise BilevelError(
+                f"{type(self).__name__} mixes several losses, but there is one, whose weight is always 1. Pass a "
+                f"dict of losses to tune, or remove {self.name!r}."
+            )
         return self.spread(1 / count if self.start is None else self.start, (count,), setup)
 
     def mix(self, value: Tree, losses: Sequence[Tensor]) -> Tensor:

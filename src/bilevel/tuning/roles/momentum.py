@@ -32,6 +32,7 @@ class Momentum(Hyperparameter):
     per: Literal["run", "step"] = "run"
 
     choices: ClassVar[tuple[str, ...]] = ("run", "step")
+    single: ClassVar[bool] = True
 
     def settings(self, value: Tree, setup: Setup) -> dict[str, Any]:
         return {"momentum": self.at_each_step(value)}

@@ -43,6 +43,7 @@ class WeightDecay(Hyperparameter):
     only: Callable[[str], bool] | None = None
 
     choices: ClassVar[tuple[str, ...]] = ("model", "layer", "weight")
+    single: ClassVar[bool] = True
 
     def penalty(self, value: Tree, w: dict[str, Tensor], setup: Setup) -> Tensor:
         layers = setup.layers(self.chosen(setup)).values()
