@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_diabetes
-from sklearn.linear_model import ElasticNetCV, Lasso, LassoCV
+from sklearn.linear_model import ElasticNet, ElasticNetCV, Lasso, LassoCV
 from sklearn.model_selection import GroupKFold, TimeSeriesSplit
 from sklearn.utils.class_weight import compute_sample_weight
 
@@ -42,6 +42,21 @@ def test_of_a_list_of_ratios_the_best_is_taken():
     for wrong in ([], [0.5, 2.0], "half"):
         with pytest.raises(BilevelError, match="l1_ratio="):
             BilevelElasticNet(l1_ratio=wrong).fit(X, y)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.5, [0.1, 0.5], "tuned"])
+@pytest.mark.parametrize("unit", [1e-6, 1e5])
+def test_the_best_penalty_is_found_in_every_unit_of_the_target(unit, ratio):
+    """In a large unit the penalty of |w| hardly matters, and a small penalty of w² is best."""
+    X, y, *_ = table()
+    folds = split(5, X, y, np.ones(len(y)), classes=False, random_state=0)
+    model = BilevelElasticNet("shared", l1_ratio=ratio).fit(X, unit * y)
+    errors = []
+    for penalty in np.geomspace(1e-5, 1.0, 6) * min(unit, 1.0):
+        rival = ElasticNet(penalty, l1_ratio=model.l1_ratio_, tol=1e-8, max_iter=100_000)
+        splits = zip(folds.train_weights() > 0, folds.val_weights() > 0, strict=True)
+        errors += [sum(((rival.fit(X[a], y[a] * unit).predict(X[b]) / unit - y[b]) ** 2).sum() for a, b in splits)]
+    assert 2 * model.history_["value"].min() / unit**2 <= 1.0001 * min(errors) / len(y)
 
 
 def test_no_coefficient_is_negative_where_none_may_be():

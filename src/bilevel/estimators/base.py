@@ -25,7 +25,7 @@ from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
-from bilevel.estimators.scaling import centred, divided, units
+from bilevel.estimators.scaling import centred, curvatures, divided, units
 from bilevel.estimators.search import DEFAULT_TETHER, TETHERS, PenaltySearch, SearchRecord, choose_tether
 from bilevel.estimators.tables import FoldedTable, HeldOutScores
 from bilevel.estimators.tensors import as_numpy
@@ -181,9 +181,7 @@ class BilevelEstimator(TunedEstimator):
         curvature of a feature, the upper bound to the largest. At the lower bound, an exact fit has squared errors of
         about (4e-6)² times those of y. Below that, rounding error dominates.
         """
-        largest = float(variance.max()) or 1.0
-        smallest = max(float(variance.min(where=variance > 0, initial=largest)), 1e-8 * largest)
-        total = float(weight.sum())
+        (smallest, largest), total = curvatures(variance), float(weight.sum())
         return math.log(4e-6 * total * smallest), math.log(1e6 * total * largest)
 
     def _tune(self, X: Any, y: Array, weight: Array, outputs: Array, rows: Any = None) -> TunedModel:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import sparse
 from sklearn.base import RegressorMixin
 
 from bilevel.algorithms.lbfgsb import LBFGSB
@@ -18,6 +19,7 @@ from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array, Folds
 from bilevel.estimators.hyperparameters import Grouping
 from bilevel.estimators.regressor_base import BilevelRegressor
+from bilevel.estimators.scaling import centred, curvatures
 from bilevel.estimators.search import PenaltySearch, SearchRecord
 from bilevel.estimators.sums_of_table import SumsOfTable
 from bilevel.estimators.tables import FoldedTable
@@ -79,7 +81,9 @@ class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
             return SumsOfTable(X, y, folds, groups, bool(self.fit_intercept), ratio, bool(self.positive))
 
         def tune_shared(ratio: float) -> tuple[float, float, float]:
-            box = _penalty_range(X, y, folds.weight, ratio)
+            # Dense rows are centred already.
+            variance = centred(X, folds.weight, sparse.issparse(X) and bool(self.fit_intercept))[2]
+            box = _penalty_range(X, y, folds.weight, variance, ratio)
             search = PenaltySearch(table(ratio), folds, 1, box, int(self.max_iter), 1e-4)
             lam, value, _ = search.shared(SearchRecord())
             return value, ratio, float(lam[0])
@@ -120,13 +124,22 @@ class BilevelElasticNet(ScoringMixin, RegressorMixin, BilevelRegressor):
         return round(float(torch.sigmoid(solution.outer[1])), 4)
 
     def _box(self, X: Any, y: Array, weight: Array, variance: Array) -> tuple[float, float]:
-        return _penalty_range(X, y, weight, self.l1_ratio_)
+        return _penalty_range(X, y, weight, variance, self.l1_ratio_)
 
 
-def _penalty_range(X: Any, y: Array, weight: Array, ratio: float) -> tuple[float, float]:
-    """The range of the log penalty, relative to the smallest penalty at which all coefficients are zero."""
-    largest = float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) / max(ratio, 1e-3) or 1.0
-    return math.log(1e-5 * largest), math.log(1e2 * largest)
+def _penalty_range(X: Any, y: Array, weight: Array, variance: Array, ratio: float) -> tuple[float, float]:
+    """The range of the log penalty, from one without effect to one at which all coefficients are zero.
+
+    The penalty of |w| is relative to the smallest one at which all coefficients are zero, that of w² to the variances
+    of the features. In a large unit of y the first is large and the second is not, so a penalty without effect must be
+    small for both.
+    """
+    slope = float(np.abs(X.T @ (weight[:, None] / weight.sum() * y)).max()) or 1.0
+    smallest, largest = curvatures(variance)
+    ends = [(1e-5 * slope / ratio, 1e2 * slope / ratio)] if ratio > 0 else []
+    if ratio < 1:
+        ends.append((4e-6 * smallest / (1 - ratio), 1e6 * largest / (1 - ratio)))
+    return math.log(min(low for low, _ in ends)), math.log(min(high for _, high in ends))
 
 
 @dataclass(eq=False, repr=False)

@@ -33,6 +33,16 @@ def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
     return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
 
 
+def curvatures(variance: Array) -> tuple[float, float]:
+    """The smallest and the largest variance of a feature. Constant features do not count, nor do almost constant ones.
+
+    >>> curvatures(np.array([0.0, 1e-20, 4.0]))
+    (4e-08, 4.0)
+    """
+    largest = float(variance.max()) or 1.0
+    return max(float(variance.min(where=variance > 0, initial=largest)), 1e-8 * largest), largest
+
+
 def units(variance: Array, groups: Grouping) -> Array:
     """The scale of every feature: the root of the mean variance of its group, or 1 if the group is constant."""
     mean = groups.mean(variance)
