@@ -37,7 +37,7 @@ units = 20
 # The problem
 # -----------
 # A fixed point takes the place of the inner objective. The batch is the data of the task, and the equations of all its
-# pictures are solved at once. Only the solution is used, so the outer objective does not matter here.
+# pictures are solved at once. Only the solution is used, so there is no outer objective.
 
 
 def layer(z, lam, x):
@@ -45,9 +45,7 @@ def layer(z, lam, x):
 
 
 def equilibrium(count):
-    return bl.Problem(
-        fixed_point=layer, outer=lambda z, lam, x: (z**2).sum(), init=lambda lam: torch.zeros(count, units)
-    )
+    return bl.Problem(fixed_point=layer, init=lambda lam: torch.zeros(count, units))
 
 
 lam = {
@@ -69,7 +67,7 @@ solver = {
 
 
 def features(problem, x):
-    return bl.inner_solution(problem, lam, bl.Task(x, x), **solver)
+    return bl.inner_solution(problem, lam, bl.Task(x, None), **solver)
 
 
 # %%

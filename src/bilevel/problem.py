@@ -68,6 +68,14 @@ class Difference:
         return trees.subtract(w, image)
 
 
+def no_outer(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+    """The outer objective of a problem that was given none."""
+    raise BilevelError(
+        "This problem has no outer objective. inner_solution(problem, lam, task, …) needs none; for everything else "
+        "write Problem(inner=…, outer=lambda w, lam, batch: …, init=…)."
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """min over λ of E(w_λ, λ) subject to w_λ = argmin_w L_λ(w) (Eqs. 1–4), as pure functions.
@@ -77,7 +85,8 @@ class Problem:
 
     Args:
         inner: `inner(w, lam, batch)`, the inner objective L_λ(w) on a batch of training data; a scalar.
-        outer: `outer(w, lam, batch)`, the outer objective E(w, λ) on the validation data; a scalar.
+        outer: `outer(w, lam, batch)`, the outer objective E(w, λ) on the validation data; a scalar. May be left out if
+            only `inner_solution` is called.
         init: `init(lam)`, the start w_0 = Φ_0(λ); it may use λ, and is then differentiated too.
         encode: `encode(lam, task) -> task` maps a task's data, for example pictures to features. It is computed and
             differentiated once, however many steps follow and whichever method is used.
@@ -103,7 +112,7 @@ class Problem:
     """
 
     inner: Objective = None  # type: ignore[assignment] # derived where the problem is given by equations
-    outer: Objective = None  # type: ignore[assignment] # refused in __post_init__
+    outer: Objective = no_outer
     init: Callable[[Tree], Tree] = None  # type: ignore[assignment] # refused in __post_init__
     encode: Callable[[Tree, Task], Task] | None = None
     check_derivatives: bool = True
@@ -114,12 +123,11 @@ class Problem:
     def __post_init__(self, root: Equation | None) -> None:
         names = ("inner", "fixed_point", "residual")
         given = [name for name in names if getattr(self, name) is not None] + ["root"] * (root is not None)
-        missing = [name for name in ("outer", "init") if getattr(self, name) is None]
+        if self.outer is None:
+            self._set(outer=no_outer)
         # `dataclasses.replace` passes the functions that were derived here before.
-        if missing or (len(given) != 1 and not (root is None and self._is_derived())):
-            what = (
-                f"leaves out {' and '.join(missing)}" if missing else f"gives {' and '.join(given) or 'none of them'}"
-            )
+        if self.init is None or (len(given) != 1 and not (root is None and self._is_derived())):
+            what = "leaves out init" if self.init is None else f"gives {' and '.join(given) or 'none of them'}"
             raise BilevelError(
                 "A Problem has an outer objective, an init, and one of inner, fixed_point, root and residual; this one "
                 f"{what}. Write Problem(inner, outer, init), or Problem(fixed_point=…, outer=…, init=…)."

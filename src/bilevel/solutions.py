@@ -38,9 +38,9 @@ def inner_solution(
 ) -> Tree:
     """w_T as a function of λ that torch can differentiate: a layer of a network, or the input of several losses.
 
-    `problem.outer` is not used. A backward pass computes v ∂w_T/∂λ, for the cotangent v of w_T, by the method: it is
-    the hypergradient of ⟨v, w_T⟩. With an exact method the result can be differentiated any number of times; an
-    inexact one has a first derivative only. Tensors of the task that require grad are differentiated like λ.
+    `problem.outer` is not used and may be left out. A backward pass computes v ∂w_T/∂λ, for the cotangent v of w_T, by
+    the method: it is the hypergradient of ⟨v, w_T⟩. With an exact method the result can be differentiated any number of
+    times; an inexact one has a first derivative only. Tensors of the task that require grad are differentiated like λ.
 
     Args:
         problem: the inner objective and the start.
@@ -56,7 +56,7 @@ def inner_solution(
 
     >>> import bilevel as bl
     >>> problem = bl.Problem(
-    ...     inner=lambda w, lam, x: (w - lam) ** 2, outer=lambda w, lam, x: w, init=lambda lam: torch.zeros_like(lam)
+    ...     inner=lambda w, lam, x: (w - lam) ** 2, init=lambda lam: torch.zeros_like(lam)
     ... )
     >>> lam = torch.tensor(3.0, requires_grad=True)
     >>> w = bl.inner_solution(problem, lam, bl.Task(None, None), dynamics=bl.GradientDescent(0.5), steps=1)

@@ -56,6 +56,26 @@ def test_the_closed_form_in_the_limit():
     assert relative_error(w.detach(), solved.detach()) < 1e-9 and relative_error(point.grad, exact.grad) < 1e-8
 
 
+def test_a_layer_needs_no_outer_objective_and_all_else_says_so():
+    whole, lam, task = ridge()
+    layer = bl.Problem(inner=whole.inner, init=whole.init)
+    point, run = lam.clone().requires_grad_(), {"dynamics": bl.GradientDescent(0.2), "steps": 20}
+    for method in (bl.Reverse(), bl.Implicit(), "auto"):
+        slopes = []
+        for problem in (layer, whole):
+            w = bl.inner_solution(problem, point, task, method=method, **run)
+            slopes += torch.autograd.grad((w**2).sum(), point, create_graph=method != bl.Implicit())
+        assert torch.equal(*slopes)
+    (second,) = torch.autograd.grad(slopes[0].sum(), point)
+    assert bool(second.isfinite().all())
+    calls = (bl.hypergradient, bl.objective, bl.certify, bl.roughness, bl.solve, bl.testing.check_problem)
+    for call in calls:
+        with pytest.raises(bl.BilevelError, match=r"no outer objective\. inner_solution"):
+            call(layer, lam, task, **run)
+    with pytest.raises(bl.BilevelError, match=r"no outer objective\. inner_solution"):
+        bl.solve(layer, lam, task, algorithm=bl.SOBA())
+
+
 def test_the_jacobian_and_the_second_derivative():
     problem, lam, task = ridge()
     call = {"dynamics": bl.GradientDescent(0.2), "steps": 20}
