@@ -1,10 +1,9 @@
 """Everything found by walking the folders passes the public batteries."""
 
-from collections import Counter
-
 import pytest
 
 import bilevel as bl
+from battery_shares import share
 from bilevel import constraints, dynamics, linear_solvers, methods, testing
 from bilevel.engine.process import Process
 from bilevel.testing.problems import examples
@@ -31,20 +30,15 @@ def cases_for(method):
     compares all of these on every case. Further instances of a class, and methods that need dozens of runs for a case,
     meet one case in eleven.
     """
-    cases = testing.battery_cases()
-    labels, names = Counter(case.label for case in cases), Counter(case.example.name for case in cases)
-    order = {name: i for group in (labels, names) for i, name in enumerate(group)}
     whole = method == type(method).examples()[0] and method.outer_derivatives
     # The exact methods come first, so that no two of them meet the same fifth.
     kinds = sorted(methods.find().values(), key=lambda cls: not cls.exact or cls.structure is not None)
-    share, shift = 5 if whole else 11, kinds.index(type(method))
+    met = set(share(5 if whole else 11, shift=kinds.index(type(method)), alone=whole))
 
-    def is_met(case):
-        declared = method.structure is not None and isinstance(case.example.problem.inner, method.structure)
-        only_one = whole and labels[case.label] == 1
-        return declared or only_one or (order[case.label] + order[case.example.name] + shift) % share == 0
+    def declared(case):
+        return method.structure is not None and isinstance(case.example.problem.inner, method.structure)
 
-    return [case for case in cases if is_met(case)]
+    return [case for case in testing.battery_cases() if case in met or declared(case)]
 
 
 @pytest.mark.parametrize("example", instances(methods.find))
