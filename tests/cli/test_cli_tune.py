@@ -347,3 +347,22 @@ def test_three_classes_on_the_page(place, tmp_path, opened):
     page.locator("#order").select_option("table")
     page.locator("#class").select_option("2")
     assert traces(page, "coefficients")[0]["x"] == [one["coefficients"][2] for one in found["features"]]
+
+
+def test_effects_of_a_pair_have_the_colours_of_the_picture(tmp_path, opened):
+    draw = np.random.default_rng(0)
+    a, b = draw.uniform(-1, 1, size=(2, 120))
+    pd.DataFrame({"a": a, "b": b, "y": 3 * a * b + 0.1 * draw.normal(size=120)}).to_csv(tmp_path / "t.csv", index=False)
+    additive = [*QUICK[:-1], "additive"]
+    assert call("tune", tmp_path / "t.csv", "--target", "y", "--out", tmp_path / "out", *additive).exit_code == 0
+    page = opened(tmp_path / "out" / "page.html")
+    pair = page.get_by_role("group", name="The effect of a × b").evaluate(
+        "chart => ({...chart.data[0], across: chart.layout.xaxis.title.text, up: chart.layout.yaxis.title.text})"
+    )
+    assert (pair["across"], pair["up"]) == ("a", "b") and pair["z"][-1][-1] > 0 > pair["z"][-1][0]
+    # As in the picture, red is above 0, and blue is below.
+    blue, red = ([int(pair["colorscale"][end][1][i : i + 2], 16) for i in (1, 5)] for end in (0, -1))
+    assert blue[0] < blue[1] and red[0] > red[1] and not pair.get("reversescale")
+    page.set_viewport_size({"width": 1200, "height": 900})
+    box = page.get_by_role("region", name="Errors on held-out rows")
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")  # all columns are seen without scrolling

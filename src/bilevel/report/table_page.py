@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from importlib import import_module
@@ -26,7 +27,7 @@ def render(record: Mapping[str, Any], points: Mapping[str, Any]) -> str:
 
     offline: Any = import_module("plotly.offline")
     names = measures(record["classes"])
-    page = template("table.html.j2", four=four, fixed=fixed)
+    page = template("table.html.j2", four=four, fixed=fixed, breakable=breakable)
     return page.render(
         record=record,
         words=names,
@@ -57,6 +58,17 @@ def fixed(value: Any) -> str:
     ('-0.0001', '–')
     """
     return f"{value:.4f}" if isinstance(value, (int, float)) and value == value else "–"
+
+
+def breakable(name: str) -> Any:
+    """The name of a class as HTML that may be broken before each capital after a small letter.
+
+    >>> breakable("RidgeCV"), breakable("class frequencies")
+    (Markup('Ridge<wbr>CV'), Markup('class frequencies'))
+    """
+    from markupsafe import Markup
+
+    return Markup("<wbr>").join(re.split("(?<=[a-z])(?=[A-Z])", name))
 
 
 def _content(record: Mapping[str, Any], points: Mapping[str, Any], measure: str) -> dict[str, Any]:

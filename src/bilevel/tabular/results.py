@@ -104,9 +104,10 @@ def features_csv(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> str:
 def effect_rows(model: Any) -> list[dict[str, Any]]:
     """Every term with its importance and penalties, the most important first, and the effects of the first 16.
 
-    `shape` is "curve", "categories" or "pair". An effect has a `grid` (for a pair, one per column). For each output it
-    has the `mean`, the ends `low` and `high` of its band (not for a pair), and `missing`, the effect of a missing value
-    or None. With two classes, effects are on the log-odds of the second. With more, there is an output for each.
+    `shape` is "curve", "categories" or "pair". An effect has a `grid` (for a pair, one per column, and the names of its
+    `columns`). For each output it has the `mean`, the ends `low` and `high` of its band (not for a pair), and
+    `missing`, the effect of a missing value or None. With two classes, effects are on the log-odds of the second. With
+    more, there is an output for each.
     """
     rows = []
     for place, name in enumerate(sorted(model.terms_, key=lambda name: -model.importance_[name])):
@@ -132,7 +133,11 @@ def _effect(model: Any, name: str) -> dict[str, Any]:
     grids = [grid.tolist() for grid in (effect.grid if pair else (effect.grid,))]
     texts = np.asarray(effect.grid[0] if pair else effect.grid).dtype.kind == "O"
     shape = "pair" if pair else "categories" if texts else "curve"
-    return {"shape": shape, "grid": grids if pair else grids[0], "outputs": outputs}
+    found = {"shape": shape, "grid": grids if pair else grids[0], "outputs": outputs}
+    if pair:
+        of = model._design.pairs[model.terms_.index(name) - len(model._design.terms)]
+        found["columns"] = [model.terms_[of.first], model.terms_[of.second]]
+    return found
 
 
 def effects_csv(rows: Sequence[dict[str, Any]]) -> str:

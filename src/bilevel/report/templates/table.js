@@ -84,12 +84,14 @@
     content.effects.forEach((one, place) => {
       const found = one.outputs[Math.min(output(), one.outputs.length - 1)];
       const id = `effect-${place}`, layout = { margin: { l: 40, r: 10, t: 6, b: 30 } };
-      const line = colour("--c0"), axis = { zeroline: true };
+      const line = colour("--c0"), axis = { zeroline: true, zerolinelayer: "above traces" };
       if (one.shape === "pair") {
         const z = one.grid[1].map((_, j) => one.grid[0].map((_, i) => found.mean[i][j]));
         const [x, y] = one.grid.map((grid) => grid.map((value) => typeof value === "string" ? safe(value) : value));
-        show(id, [{ type: "heatmap", x, y, z, zmid: 0, colorscale: "RdBu", reversescale: true, showscale: false,
-          hovertemplate: "%{x}, %{y}: %{z:.4g}<extra></extra>" }], layout);
+        const scale = [[0, colour("--c0")], [0.5, colour("--panel")], [1, colour("--c1")]];
+        const [across, up] = one.columns.map((name) => ({ title: { text: short(name, 26), font: { size: 12 } }, zeroline: false }));
+        show(id, [{ type: "heatmap", x, y, z, zmid: 0, colorscale: scale, colorbar: { thickness: 10, tickfont: { size: 10 } },
+          hovertemplate: "%{x}, %{y}: %{z:.4g}<extra></extra>" }], { ...layout, xaxis: across, yaxis: up });
       } else if (one.shape === "categories") {
         const size = one.grid.map((_, i) => found.high[i] - found.mean[i]);
         show(id, [{ type: "scatter", mode: "markers", x: found.mean, y: one.grid.map((name) => short(name, 18)), marker: { size: 9, color: line },
@@ -102,8 +104,10 @@
           { ...band, x: one.grid, y: found.high, fill: "tonexty", fillcolor: colour("--soft") },
           { type: "scatter", mode: "lines", x: one.grid, y: found.mean, line: { color: line, width: 2.5 }, hovertemplate: "%{x:.5g}: %{y:.4g}<extra></extra>" },
         ];
-        if (found.missing !== null) traces.push({ type: "scatter", mode: "markers", x: [one.grid[one.grid.length - 1]], y: [found.missing],
-          marker: { symbol: "square", size: 10, color: colour("--c1") }, hovertemplate: "missing: %{y:.4g}<extra></extra>" });
+        const last = one.grid.length - 1, beyond = one.grid[last] + 0.08 * (one.grid[last] - one.grid[0]);
+        if (found.missing !== null) traces.push({ type: "scatter", mode: "markers+text", x: [beyond], y: [found.missing], text: ["missing"],
+          textposition: "middle left", textfont: { size: 10 }, marker: { symbol: "square", size: 10, color: colour("--c1") },
+          hovertemplate: "missing: %{y:.4g}<extra></extra>" });
         show(id, traces, { ...layout, yaxis: axis });
       }
     });
