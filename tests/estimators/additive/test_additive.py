@@ -62,3 +62,15 @@ def test_more_columns_than_rows():
     assert len({model.penalties_[f"x{j}"]["linear"] for j in range(200)}) == 1
     label = np.digitize(y, [-2, 2])
     assert BilevelAdditiveClassifier().fit(X, label).predict_proba(X).shape == (60, 3)
+
+
+def test_weights_of_classes_are_weights_of_their_rows():
+    X, y = curved(120)
+    rare = np.where(y > 1, "high", "low")
+    model = BilevelAdditiveClassifier(class_weight={"high": 4, "low": 1}).fit(X, rare)
+    by_row = BilevelAdditiveClassifier().fit(X, rare, np.where(rare == "high", 4.0, 1.0))
+    np.testing.assert_array_equal(model.predict_proba(X), by_row.predict_proba(X))
+    balanced = BilevelAdditiveClassifier(class_weight="balanced").fit(X, rare)
+    assert (
+        balanced.predict_proba(X)[:, 0].mean() > BilevelAdditiveClassifier().fit(X, rare).predict_proba(X)[:, 0].mean()
+    )

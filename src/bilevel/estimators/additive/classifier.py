@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from typing_extensions import Self
 
@@ -21,6 +23,7 @@ from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import LogLoss
 
 
+@dataclass(eq=False, repr=False)
 class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
     """log-odds = b + Σ_j f_j(x_j) + Σ_(j,k) f_jk(x_j, x_k), binary or multinomial, all penalties tuned together.
 
@@ -29,6 +32,8 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
     Newton step for each row that is left out.
 
     {arguments}
+        class_weight: a dict from class to weight, or "balanced" for weights with the same total in every class. They
+            multiply the sample weights, in the fit and in the criterion.
 
     {attributes}
         classes_: the classes, sorted.
@@ -42,12 +47,17 @@ class BilevelAdditiveClassifier(ClassScores, AdditiveEffects):
     (True, 'x0')
     """
 
+    _: KW_ONLY
+    class_weight: Any = None
+
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Tune the penalties, then fit all rows. `sample_weight` weights rows in the fit and in the criterion."""
         names, columns = read_columns(self, X, self.categorical, reset=True)
         y = self._target(y, columns)
         check_classification_targets(y)
         weight = self._weights(sample_weight, columns[0])
+        if self.class_weight is not None:
+            weight = weight * compute_sample_weight(self.class_weight, y)
         _, outputs = self._indicators(y, weight)
         self._tune(names, columns, outputs, weight, LogLoss())
         return self
