@@ -152,11 +152,20 @@ def test_a_smooth_problem_that_is_not_quadratic():
         assert "given" in certificate.outcome
 
 
-def test_proximal_dynamics():
+@pytest.mark.parametrize(
+    "dynamics",
+    [
+        bl.FISTA(0.004, bl.L1(3.0)),
+        bl.Projected(bl.GradientDescent(0.004), bl.Ball(0.5)),
+        bl.Projected(bl.HeavyBall(0.004, 0.5), bl.Ball(0.5)),
+        bl.Until(bl.ISTA(0.004, bl.L1(3.0)), tol=1e-12),
+    ],
+    ids=str,
+)
+def test_proximal_dynamics(dynamics):
     problem, task, _ = ridge(3)
     smooth = bl.Problem(problem.inner, problem.outer, problem.init)
     lam = torch.full((12,), 0.5)
-    dynamics = bl.FISTA(0.004, bl.L1(3.0))
     limit = bl.hypergradient(smooth, lam, task, dynamics=dynamics, steps=500)
     for steps in (5, 20):
         certificate = bl.certify(smooth, lam, task, dynamics=dynamics, steps=steps)

@@ -125,3 +125,5 @@ def test_refusals():
         bl.Projected(bl.Adam(0.1), bl.Simplex())
     with pytest.raises(bl.BilevelError, match="has no set"):
         bl.Projected(bl.GradientDescent(0.1), 3)
+    with pytest.raises(bl.BilevelError, match="has no set"):
+        bl.Projected(bl.GradientDescent(0.1), bl.Simplex)

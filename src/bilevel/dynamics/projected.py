@@ -47,7 +47,7 @@ class Projected(Dynamics):
                 f"Projected({self.dynamics!r}, …) is not known to converge to minimisers of L over the set. Pass "
                 "GradientDescent(lr) or HeavyBall(lr, momentum); for acceleration write FISTA(lr, Indicator(set))."
             )
-        if not callable(getattr(self.constraint, "project", None)):
+        if isinstance(self.constraint, type) or not callable(getattr(self.constraint, "project", None)):
             raise BilevelError(
                 f"Projected(…, {self.constraint!r}) has no set: pass a constraint such as Simplex() or Box(0, 1), or "
                 "an object with a method project(w)."
@@ -62,11 +62,11 @@ class Projected(Dynamics):
 
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
         lr, momentum = self.dynamics.heavy_ball_form(t) or (1.0, 0.0)
-        # The velocity at rest is −lr/(1 − momentum)·∇L.
-        rate = lr / (1 - momentum) if isinstance(lr, (int, float, Tensor)) else lr
-        # The fixed points do not depend on a single step size, but they depend on step sizes per weight.
-        single = not isinstance(rate, Tensor) or rate.numel() == 1
-        return self.constraint.project(gradient_step(loss, w, trees.detach(rate) if single else rate))
+        # The fixed points do not depend on a single step size.
+        if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1):
+            return self.constraint.project(gradient_step(loss, w, trees.detach(lr)))
+        # They depend on step sizes per weight. The velocity at rest is −lr/(1 − momentum)·∇L.
+        return self.constraint.project(gradient_step(loss, w, lr / (1 - momentum) if isinstance(lr, Tensor) else lr))
 
     def largest_step(self, nu: float, t: int) -> tuple[float, float] | None:
         return self.dynamics.largest_step(nu, t)

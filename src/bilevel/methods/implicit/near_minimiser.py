@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.dynamics.base import at
 from bilevel.engine.curvature import hessian
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
@@ -188,8 +187,8 @@ def _by_proximal_steps(process: Process, w: Tree, t: int, mu: float, nu: float) 
         after = bound.dynamics.stationary_step(bound.loss(t), w, t)
         if after is None:
             return None
-        # Proximal dynamics have a step size by definition.
-        lr = float(at(getattr(bound.dynamics, "lr", 1.0), t))
+        sizes = bound.dynamics.largest_step(nu, t)
+        lr = 1.0 if sizes is None else sizes[0]
         factor = max(abs(1 - lr * mu), abs(1 - lr * nu))
         if factor >= 1:
             return NearMinimiser(process, w, math.inf, math.inf, 0.0, 1.0, 1.0)
