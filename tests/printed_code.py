@@ -4,9 +4,15 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from bilevel.cli import build
 
 # A block, and the text block that follows it at once, if one does.
 BLOCK = re.compile(r"```(python|console)\n(.*?)```\n(?:\n?```text\n(.*?)```)?", re.DOTALL)
@@ -38,6 +44,19 @@ def _run(kind: str, code: str, page: Path, scope: dict[str, str]) -> str:
 
 
 def _command(line: str) -> str:
+    """Standard output of a line: in this process if the line is our command alone, else in a shell.
+
+    A process of its own imports torch first, which takes longer than most commands.
+    """
+    if line.startswith("bilevel ") and not set(line) & set("|&;<>$`"):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # as in a process of its own
+        try:
+            done = CliRunner().invoke(build(), shlex.split(line)[1:], env={"COLUMNS": "100", "NO_COLOR": "1"})
+        finally:
+            torch.set_default_dtype(before)
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+        return done.stdout
     # The commands of this environment, on a terminal as wide as a page and without colours.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
