@@ -308,7 +308,7 @@ def test_every_preset_runs_on_its_data(tmp_path, name):
     ways = settings.ways
     if settings.network == "rn":  # seconds for every ten images
         ways = 2
-        options += ["--ways", ways, "--queries", 1]
+        options += ["--ways", ways, "--queries", 1, "--shots", min(settings.shots, 2)]
     done = here("train", name, *options, "--out", tmp_path / "run", "--threads", 1)
     assert done.exit_code == 0, done.output
     written = TrainingSettings.of(config(tmp_path / "run")["settings"])
