@@ -116,6 +116,11 @@ class TestF2SA:
             bl.hypergradient(problem, lam, bl.Task(lambda t: task.train, task.val), method=bl.F2SA(), **SETTINGS)
         with pytest.raises(bl.BilevelError, match="F2SA\\(\\) differentiates ∇L = 0"):
             bl.hypergradient(problem, lam, task, dynamics=bl.AdamW(0.1, weight_decay=0.1), steps=300, method=bl.F2SA())
+        equation = bl.Problem(
+            fixed_point=lambda w, lam, d: 0.5 * w + lam, outer=lambda w, lam, d: w.sum(), init=lambda lam: lam
+        )
+        with pytest.raises(bl.BilevelError, match=r"Picard.* solves equations.*Use Implicit\(\)"):
+            bl.hypergradient(equation, lam, task, dynamics=bl.Picard(), steps=9, method=bl.F2SA())
         both = bl.Problem(lambda w, lam, d: problem.inner(w, lam, d), problem.outer, problem.init)
         with pytest.raises(bl.BilevelError, match="penalty of the dynamics"):
             bl.hypergradient(

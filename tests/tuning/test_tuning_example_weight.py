@@ -81,6 +81,8 @@ def test_refusals():
         ExampleWeight(nn.ReLU())
     with pytest.raises(bl.BilevelError, match="'inputs', 'targets', 'loss'"):
         ExampleWeight(nn.Linear(1, 1), of="labels")
+    with pytest.raises(bl.BilevelError, match=r'Linear\.forward does not take them.*of="inputs"'):
+        ExampleWeight(nn.Linear(3, 1))
     wide = ExampleWeight(nn.Linear(3, 2), of="inputs")
     with pytest.raises(bl.BilevelError, match="one number per example"):
         bl.tune(network(), F.cross_entropy, wide, (x, y), classes(20, seed=1), lr=0.1, steps=2, iterations=1)

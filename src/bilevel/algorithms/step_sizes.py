@@ -54,10 +54,10 @@ class Probe:
         mean = lanczos(_operator(lambda v: self._hessian(w, lam, v)), w, PRODUCTS)
         if _is_saddle(mean.attained, nu):
             raise BilevelError(
-                f"{self.name} needs a convex inner problem: its linear system has a solution only where ∇²L is "
-                f"positive definite, but at the start the curvature of the inner objective reaches {mean.attained:.3g} "
-                f"(and {nu:.3g} upwards). Add an L2 term to the inner objective, or use Descent() with "
-                "method=Reverse(), which needs no convexity."
+                f"{self.name} needs a convex inner problem with positive curvature: w_λ is a smooth function of λ only "
+                "where ∇²L is positive definite, but at the start the curvature of the inner objective reaches "
+                f"{mean.attained:.3g} (and {nu:.3g} upwards). Add an L2 term to the inner objective, or use Descent() "
+                "with method=Reverse(), which needs no convexity."
             )
         return mean
 

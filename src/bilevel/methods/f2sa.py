@@ -75,6 +75,12 @@ class F2SA(Method):
                 "F2SA compares minimisers of one inner objective, but task.train is a function of t. Pass "
                 "Task(train=all_of_it, val=…), or use Reverse() or Truncated(k)."
             )
+        if process.bound.dynamics.equations:
+            raise BilevelError(
+                f"F2SA adds the outer objective to the inner one, but {process.bound.dynamics} solves equations and "
+                "minimises no objective. Use Implicit(), which differentiates the equations, or a dynamics that "
+                "minimises half of their squared residual, such as GradientDescent(lr)."
+            )
         if process.steps < 1:
             raise BilevelError("F2SA runs the dynamics with the outer objective added; pass steps ≥ 1.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -71,6 +72,15 @@ class ExampleWeight(Hyperparameter):
                 f"ExampleWeight(of={self.of!r}) is not known. Pass some of {', '.join(map(repr, PARTS))}. The scorer "
                 "is called with them in the order given."
             )
+
+        try:
+            inspect.signature(self.scorer.forward).bind(*self.parts)
+        except TypeError as error:
+            raise BilevelError(
+                f"ExampleWeight(of={self.of!r}) calls the scorer with {len(self.parts)} argument"
+                f"{'s' * (len(self.parts) > 1)}, but {type(self.scorer).__name__}.forward does not take them: {error}. "
+                'Name what it takes: of="inputs" for a scorer of the inputs alone, of="loss" for one of the loss.'
+            ) from error
 
     @property
     def parts(self) -> tuple[str, ...]:
