@@ -9,12 +9,12 @@ from scipy import sparse
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
 from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge, RidgeCV
-from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
+from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.estimators import BilevelElasticNet, BilevelLasso, BilevelLogisticRegression, BilevelRidge
 
 ALL = [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression]
@@ -324,3 +324,47 @@ def test_data_that_cannot_work_says_why():
         BilevelRidge().fit(X, y, sample_weight=np.zeros(40))
     with pytest.raises(BilevelError, match="Fold 0 of cv"):
         BilevelRidge(cv=[(np.arange(20), np.arange(20, 40))]).fit(X, y, sample_weight=np.r_[np.ones(20), np.zeros(20)])
+
+
+ROWS = np.arange(40)
+
+
+@pytest.mark.parametrize(
+    ("cv", "says"),
+    [
+        ([(ROWS, ROWS)], "Fold 0 of cv trains on row 0 and is evaluated on it"),
+        ([(ROWS[:30], ROWS[30:]), (ROWS[10:], ROWS[:11])], "Fold 1 of cv trains on row 10"),
+        ([(np.r_[ROWS[:30], 0, 0], ROWS[30:])], "a row several times.*sample_weight"),
+        ([(ROWS[:30], [40])], "Fold 0 of cv .* positions of the 40 rows"),
+        ([(ROWS[:30] / 2, ROWS[30:])], "float64 numbers"),
+        ([(ROWS[:9] > 3, ROWS[30:])], "masks of 40 entries"),
+        ([(1, 2, 3)], "gives no folds.*list of"),
+        (True, "cv=True gives no folds"),
+        ("loo", "cv='loo' gives no folds"),
+        (GroupKFold(2), r"groups=…"),
+        (iter([]), "A generator gives its splits only once"),
+    ],
+)
+def test_folds_that_cannot_work_say_why(cv, says):
+    X, y, *_ = noisy(40, 5, 3)
+    with pytest.raises(BilevelError, match=says):
+        BilevelRidge(cv=cv).fit(X, y)
+
+
+def test_labels_of_groups_have_an_order():
+    X, y, *_ = noisy(40, 5, 3)
+    with pytest.raises(BilevelError, match="penalty mixes labels"):
+        BilevelRidge(["a", 1, 1, 2, None]).fit(X, y)
+    with pytest.raises(BilevelError, match="groups mixes labels"):
+        BilevelRidge().fit(X, y, groups=[None] * 20 + ["a"] * 20)
+
+
+def test_weights_that_count_rows_as_less_than_one_are_pointed_out():
+    X, y, *_ = noisy(40, 5, 3)
+    weight = np.full(40, 1 / 40)
+    weight.flags.writeable = False
+    with pytest.warns(BilevelWarning, match="40 rows add up to 1.*Multiply the weights by 40 "):
+        assert BilevelRidge().fit(X, y, sample_weight=weight).tether_ == math.inf
+    # One penalty does not depend on the unit of the weights.
+    alike = BilevelRidge("shared").fit(X, y)
+    np.testing.assert_allclose(BilevelRidge("shared").fit(X, y, sample_weight=weight).coef_, alike.coef_, rtol=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from torch import Tensor
 from bilevel.certificate import Certificate, certify
 from bilevel.distributed import current_world, world
 from bilevel.dynamics.gradient_descent import GradientDescent
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
 from bilevel.estimators.scaling import centred, curvatures, divided, units
@@ -35,6 +36,8 @@ from bilevel.thread_pool import threads
 
 # The relative accuracy of the inner solution that the certificate examines.
 CERTIFICATE_TOL = 1e-10
+# The largest target, and the inverse of the smallest: the variance of squared errors is computed.
+LARGEST = 1e70
 # Up to this size of a table, the certificate and the standard deviations are computed on first use, because on small
 # tables they take longer than the fit. The estimator keeps the table until then.
 DEFERRED_BYTES = 3e7
@@ -128,7 +131,7 @@ class TunedEstimator(BaseEstimator):
 
     def _weights(self, sample_weight: Any, X: Any) -> Array:
         """The weight of every row of X."""
-        weight = _check_sample_weight(as_numpy(sample_weight), X, dtype=np.float64, ensure_non_negative=True)
+        weight = _check_sample_weight(as_numpy(sample_weight), X, dtype=np.float64, ensure_non_negative=True, copy=True)
         if not weight.sum() > 0:
             raise BilevelError(
                 "All sample weights are zero, so no row can be fitted. Pass at least one positive weight."
@@ -194,6 +197,12 @@ class BilevelEstimator(TunedEstimator):
         """
         self._check_settings()
         self._settled: dict[str, Any] = {}
+        largest = float(np.abs(outputs).max())
+        if largest > 0 and not LARGEST**-1 < largest < LARGEST:
+            raise BilevelError(
+                f"The targets are up to {largest:.3g}, and their fourth powers are beyond double precision. Pass "
+                "targets in another unit."
+            )
         if rows is not None:
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
@@ -208,6 +217,7 @@ class BilevelEstimator(TunedEstimator):
     ) -> TunedModel:
         groups = grouping(self.penalty, X.shape[1])
         shared = is_shared(self.penalty)
+        self._warn_of_small_weights(weight, groups)
         folds = self._folds(X, y, weight, groups, rows)
         # Penalties of features or groups can be converted to any unit of the features, so the search uses standardised
         # features. A shared penalty applies to the features as given, as in scikit-learn.
@@ -240,6 +250,18 @@ class BilevelEstimator(TunedEstimator):
         held_out = [] if self.scoring is None else table.held_out_scores(w, search.folds, lam)
         original = coef / scale[:, None]
         return TunedModel(original, intercept - centre @ original, held_out)
+
+    def _warn_of_small_weights(self, weight: Array, groups: Grouping) -> None:
+        """Warn if the tether counts the rows as much fewer than they are."""
+        total, rows = float(weight.sum()), int((weight > 0).sum())
+        if total < 0.1 * rows and groups.count > 1 and self.tether not in (0, math.inf):
+            warnings.warn(
+                f"The sample weights of {rows} rows add up to {total:.3g}. A weight of 2 counts as two rows, so these "
+                f"count as {total:.3g} rows, and the tether makes the penalties almost equal. Multiply the weights by "
+                f"{rows / total:.3g} if every row is one observation.",
+                BilevelWarning,
+                stacklevel=5,
+            )
 
     def _deviation_parts(
         self, fit: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array

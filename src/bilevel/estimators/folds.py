@@ -77,15 +77,31 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
         groups: the group of every row. A fold never trains on one row of a group and is evaluated on another. A
             splitter receives the groups too.
     """
-    splitter = check_cv(_splitter(cv, classes, random_state, groups), y, classifier=classes)
-    pairs = list(splitter.split(X, y, groups))
+    try:
+        splitter = check_cv(_splitter(cv, classes, random_state, groups), y, classifier=classes)
+        pairs = list(splitter.split(X, y, groups))
+    except BilevelError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise BilevelError(
+            f"cv={cv!r} gives no folds ({error}). Pass a number of folds, the fraction of rows to hold out, a splitter "
+            "of scikit-learn, with fit(…, groups=…) if it needs groups, or a list of (train, val) indices."
+        ) from error
     if not pairs:
-        raise BilevelError(f"cv={cv!r} gives no split. Pass a number of folds, or the fraction of rows to hold out.")
+        raise BilevelError(
+            f"cv={cv!r} gives no split. Pass a number of folds, or the fraction of rows to hold out. A generator gives "
+            "its splits only once; pass a list."
+        )
     train_mask = np.zeros((len(pairs), len(y)), dtype=bool)
     val_mask = np.zeros_like(train_mask)
     for k, (train, val) in enumerate(pairs):
-        train_mask[k, _as_indices(train, len(y))] = True
-        val_mask[k, _as_indices(val, len(y))] = True
+        train_mask[k, _as_indices(train, len(y), k)] = True
+        val_mask[k, _as_indices(val, len(y), k)] = True
+    for k, row in np.argwhere(train_mask & val_mask):
+        raise BilevelError(
+            f"Fold {k} of cv trains on row {row} and is evaluated on it. The penalties would be tuned to overfit. Pass "
+            "(train, val) indices without common rows."
+        )
     signatures, cell = np.unique(np.vstack([train_mask, val_mask]).T, axis=0, return_inverse=True)
     folds = Folds(cell.reshape(-1), signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
     for empty in np.flatnonzero((folds.train_weights().sum(1) <= 0) | (folds.val_weights().sum(1) <= 0)):
@@ -110,7 +126,7 @@ def _splitter(cv: Any, classes: bool, random_state: Any, groups: Any) -> Any:
         if cv < 2:
             raise BilevelError(f"cv={cv} leaves no rows to train on. Pass 2 or more, or a fraction such as 0.25.")
         if groups is not None:
-            return _group_folds(int(cv), classes, random_state, len(np.unique(groups)))
+            return _group_folds(int(cv), classes, random_state, int(codes(groups, "groups").max()) + 1)
         return EvenFolds(int(cv), classes, random_state)
     return cv
 
@@ -154,6 +170,32 @@ class EvenFolds:
         return [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(self.count)]
 
 
-def _as_indices(rows: Any, count: int) -> Array:
+def _as_indices(rows: Any, count: int, fold: int) -> Array:
     rows = np.asarray(rows)
-    return np.flatnonzero(rows) if rows.dtype == bool and len(rows) == count else rows
+    if rows.dtype == bool and len(rows) == count:
+        return np.flatnonzero(rows)
+    if rows.dtype.kind not in "iu" or rows.ndim != 1 or ((rows < -count) | (rows >= count)).any():
+        raise BilevelError(
+            f"Fold {fold} of cv is given by {rows.dtype} numbers of shape {list(rows.shape)} that are not positions of "
+            f"the {count} rows. Pass integers from 0 to {count - 1}, or masks of {count} entries."
+        )
+    if len(np.unique(rows % count)) < len(rows):
+        raise BilevelError(
+            f"Fold {fold} of cv has a row several times, and it would count once. Pass every row at most once; "
+            "sample_weight in fit(…) lets rows count more."
+        )
+    return rows
+
+
+def codes(labels: Any, name: str) -> Array:
+    """The number 0, 1, … of every label among the sorted labels.
+
+    >>> codes(["b", "a", "b"], "groups")
+    array([1, 0, 1])
+    """
+    try:
+        return np.unique(np.asarray(labels), return_inverse=True)[1].reshape(-1)
+    except TypeError as error:
+        raise BilevelError(
+            f"{name} mixes labels that have no order ({error}). Pass all numbers, or all text."
+        ) from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.estimators.folds import Array
+from bilevel.estimators.folds import Array, codes
 from bilevel.structures.penalties import FunctionOfLam
 
 
@@ -51,7 +51,7 @@ def grouping(penalty: Any, features: int) -> Grouping:
         raise BilevelError(
             f"penalty is an array of shape {groups.shape}, but X has {features} features. Pass one group per feature."
         )
-    return Grouping(np.unique(groups, return_inverse=True)[1].reshape(-1))
+    return Grouping(codes(groups, "penalty"))
 
 
 @dataclass(frozen=True)

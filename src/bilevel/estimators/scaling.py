@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array
 from bilevel.estimators.hyperparameters import Grouping
 
+# Variances below this one lose digits, because squares of smaller numbers underflow.
+TINY = 1e-250
 
+
+@np.errstate(over="ignore", invalid="ignore")  # `_refuse_extremes` says what is wrong
 def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
     """X with the means subtracted if there is an intercept, the means, and the variances of the features.
 
@@ -29,8 +34,30 @@ def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
         X, centre = (X - mean if intercept else X), mean
         # In blocks of rows, because the squares of all rows would take as much memory as X.
         variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
+    _refuse_extremes(X, weight, mean, variance)
     # A constant column has a variance of zero up to rounding.
     return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
+
+
+def _refuse_extremes(X: Any, weight: Array, mean: Array, variance: Array) -> None:
+    """Refuse features whose squares overflow, or underflow although the feature is not constant.
+
+    Args:
+        X: centred rows if they are dense, rows as given if they are sparse.
+    """
+    extreme, tiny = ~np.isfinite(variance), np.flatnonzero(variance < TINY)
+    if len(tiny):
+        rows, distance = X[weight > 0][:, tiny], np.zeros(len(tiny))
+        if sparse.issparse(rows):
+            np.maximum.at(distance, rows.indices, np.abs(rows.data - mean[tiny][rows.indices]))
+        else:
+            distance = np.abs(rows).max(0)
+        extreme[tiny] = distance > 1e-12 * np.abs(mean[tiny])
+    for j in np.flatnonzero(extreme):
+        raise BilevelError(
+            f"The squares of the numbers in column {j} of X are too {'small' if variance[j] < 1 else 'large'} for "
+            "double precision. Scale the columns first, for example with StandardScaler."
+        )
 
 
 def curvatures(variance: Array) -> tuple[float, float]:

@@ -11,7 +11,10 @@ from sklearn import get_config
 
 def as_numpy(data: Any) -> Any:
     """A tensor as an array; anything else unchanged. Torch refuses a tensor that requires a gradient."""
-    return data.cpu().numpy() if isinstance(data, torch.Tensor) else data
+    if not isinstance(data, torch.Tensor):
+        return data
+    # numpy has no bfloat16.
+    return (data.float() if data.dtype == torch.bfloat16 else data).cpu().numpy()
 
 
 def like(array: Any, X: Any) -> Any:
