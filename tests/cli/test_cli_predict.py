@@ -268,6 +268,7 @@ def test_outputs_that_cannot_be(place, tmp_path):
     for arguments, word in (
         (["--out", new], "is the table itself"),
         (["--out", tmp_path], "it is a folder"),
+        (["--out", tmp_path / "out.json"], "cannot be written as .json. Write .csv, .csv.gz, .parquet or .xlsx."),
         (["--out", tmp_path / "no" / "out.csv"], "there is no folder"),
         (["--proba"], "--proba needs a model of classes"),
     ):

@@ -32,6 +32,10 @@ def column(values, rows=80):
     ("values", "words"),
     [
         (column(["Oslo", "Rome"]), ["Column 'new' holds text", "'Oslo' in row 1", "--categorical new", "--drop new"]),
+        (
+            [f"${i},000.50" for i in range(80)],
+            ["'new' holds numbers with '\\$'", "'\\$0,000.50' in row 1", "--drop new"],
+        ),
         ([f"street {i % 50}" for i in range(80)], ["50 different values in 80 rows", "--drop new"]),
         (
             [*column([1, 2, 3, 4], 79), "x"],
@@ -70,7 +74,10 @@ def test_all_bad_columns_are_named_at_once(tmp_path):
         day=column(["1/2/2020", "2/2/2020"]),
         gap=[None, *range(79)],
     )
-    with refused("Some columns", "'town'", "'flat'", "'day'", "'gap'"):
+    with refused("Some columns", "'flat'", "'day'", "'town'", "'gap'"):
+        prepared(path, target="price")
+    path = flats(tmp_path / "texts.csv", colour=column(["red", "blue"]))
+    with refused("Columns 'town', 'colour' hold text", "--one-hot", "--categorical NAME"):
         prepared(path, target="price")
 
 
@@ -84,6 +91,7 @@ def test_all_bad_columns_are_named_at_once(tmp_path):
         ("flat_id", np.random.default_rng(0).permutation(1000)[:80], "another value in every row"),
         ("userId", range(80), "another value in every row"),
         ("Unnamed: 7", range(80), "no name in the header"),
+        ("rownames", range(1, 81), "it counts the rows"),
     ],
 )
 def test_a_column_from_which_nothing_can_be_learned_is_left_out(tmp_path, name, values, words):
@@ -155,7 +163,8 @@ def test_percentages_are_one_feature(tmp_path):
             {"time": "town"},
             ["--time 'town'", "day or the month comes first"],
         ),
-        ({"price": ["a"] * 77 + ["b"] * 3}, {}, ["classes with few rows: 'b'", "--cv 5"]),
+        ({"price": ["a"] * 77 + ["b"] * 3}, {}, ["classes with few rows: 'b'", "--cv 5 needs 7 of each. Remove"]),
+        ({"price": ["a"] * 76 + ["b"] * 4}, {}, ["classes with few rows: 'b'", "--cv 5", "Write fewer folds"]),
         (
             {"price": ["a"] * 58 + [f"c{i % 11}" for i in range(22)]},
             {},

@@ -59,6 +59,7 @@ def test_a_separator_a_decimal_mark_and_an_encoding_that_are_given(tmp_path):
         (b"a,b,a\n1,2,3\n", ["more than one column called 'a'"]),
         (b"a,b\n1,2,3\n4,5,6\n", ["first row has 3 fields", "header 2"]),
         (b"a,b\n1,2\n1,2,3\n", ["line 3 has 3 fields", "header 2", "Quote"]),
+        (b'a,b\n1,2\n"x,2\n', ["begins with a quote", "never closed"]),
         (b"PK\x03\x04rest", ["a zip archive", "Excel"]),
         (b"PK\x03\x04 xl/workbook.xml", ["Excel workbook", "cannot be read"]),
         (b"\x1f\x8brest", ["gzip", "cannot be decompressed"]),

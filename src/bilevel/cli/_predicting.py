@@ -19,8 +19,9 @@ from bilevel.tabular.reading import DataTable, read_table
 from bilevel.tabular.scores import measures, table_score
 from bilevel.tabular.values import labels_of, numbers_of
 
-# The pandas method that writes a table, by the suffix of the file. Other suffixes are CSV.
+# The pandas method that writes a table, by the suffix of the file. Other formats are refused. All other files are CSV.
 WRITERS = {".parquet": "to_parquet", ".pq": "to_parquet", ".xlsx": "to_excel"}
+NOT_WRITTEN = {".arrow", ".db", ".dta", ".feather", ".h5", ".json", ".ods", ".pkl", ".sav", ".xls", ".xml", ".zip"}
 
 
 def predict(
@@ -60,6 +61,8 @@ def check_out(data: Path, out: Path | None) -> None:
     if out is None:
         return
     check_writable(out, f"--out {out}")
+    if out.suffix.lower() in NOT_WRITTEN:
+        raise BilevelError(f"--out {out} cannot be written as {out.suffix}. Write .csv, .csv.gz, .parquet or .xlsx.")
     if out.exists() and data.exists() and out.samefile(data):
         raise BilevelError(f"--out {out} is the table itself, which is never overwritten; pass another file.")
 

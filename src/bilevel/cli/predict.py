@@ -20,7 +20,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write to a file, not to the terminal: Parquet for .parquet, Excel for .xlsx, else CSV.",
+            help="Write to a file, not to the terminal: Parquet for .parquet, Excel for .xlsx, gzip for .gz, else CSV.",
         ),
     ] = None,
     proba: Annotated[

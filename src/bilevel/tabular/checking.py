@@ -12,12 +12,23 @@ from bilevel.tabular.columns import FeatureKind
 from bilevel.tabular.dates import as_days, date_order
 from bilevel.tabular.formatting import counted, listed, option
 from bilevel.tabular.settings import TuneSettings
-from bilevel.tabular.values import ColumnKind, comma_advice, distinct_labels, first_of, first_row, kind_of, numbers_of
+from bilevel.tabular.values import (
+    ColumnKind,
+    comma_advice,
+    distinct_labels,
+    first_of,
+    first_row,
+    kind_of,
+    numbers_of,
+    unit_of,
+)
 
 # A column may have at most this many categories per row. With more, there are too few rows of each category.
 MAX_CATEGORIES = 1 / 3
 # Names such as id, flat_id, userId, "Order ID" and index, but not heat_index.
 IDENTIFIER = re.compile(r"(^|[^A-Za-z])(id|Id|ID|key|Key|uuid|UUID)$|[a-z](Id|ID)$|^(index|Index)$")
+# Columns of these names are left out if they count the rows: row, rownames, row_number, obs_no.
+ROW_NUMBER = re.compile(r"row|obs|(row|obs|case|record)[ _.-]?(names?|numbers?|num|nr|no|index)", re.IGNORECASE)
 MAX_CLASSES = 50
 MAX_NUMBER = 1e100  # sums of squares of larger numbers overflow
 
@@ -31,11 +42,11 @@ def feature_kinds(frame: Any, settings: TuneSettings) -> tuple[dict[str, Feature
     >>> import pandas as pd
     >>> feature_kinds(pd.DataFrame({"town": ["Oslo", "Rome", "Oslo"]}), TuneSettings("price"))
     Traceback (most recent call last):
-    bilevel.errors.BilevelError: Column 'town' holds text ('Oslo' in row 1), and the model needs numbers. Write \
---categorical town for indicators of its 2 values (--one-hot does so for every text column), or --drop town.
+    bilevel.errors.BilevelError: Column 'town' holds text ('Oslo' in row 1), and the linear models need numbers. \
+Write --categorical town for indicators of its 2 values (--one-hot does so for every text column), or --drop town.
     """
     kinds: dict[str, FeatureKind] = {}
-    notes, problems = [], []
+    notes, problems, texts = [], [], []
     for name, column in frame.items():
         kind = kind_of(column)
         categorical = name in settings.categorical or (settings.one_hot and kind == "text")
@@ -43,12 +54,15 @@ def feature_kinds(frame: Any, settings: TuneSettings) -> tuple[dict[str, Feature
             notes.append(f"Left out column {name!r}: {reason}.")
         elif problem := _problem(str(name), column, kind, categorical, name in settings.categorical):
             problems.append(problem)
+        elif kind == "text" and not categorical:
+            texts.append(str(name))
         else:
             kinds[str(name)] = _feature_kind(column, kind, categorical)
-            if kind == "number" and len(column) >= 6 and (np.diff(numbers_of(column)) == 1).all():
+            if kind == "number" and _counts_rows(column):
                 notes.append(
                     f"Column {name!r} counts the rows. If it is only a row number, {option('--drop', str(name))}."
                 )
+    problems += _texts(frame[texts])
     if settings.missing == "error":
         problems += _empty_fields(frame[list(kinds)])
     if len(problems) == 1:
@@ -68,17 +82,23 @@ def _feature_kind(column: Any, kind: ColumnKind, categorical: bool) -> FeatureKi
     return "truth values" if kind == "boolean" else "numbers"
 
 
+def _counts_rows(column: Any) -> bool:
+    return len(column) >= 6 and bool((np.diff(numbers_of(column)) == 1).all())
+
+
 def _nothing_to_learn(name: str, column: Any, kind: ColumnKind) -> str:
     """The reason why nothing can be learned from the column, or ""."""
     if name.startswith("Unnamed: "):
         return "it has no name in the header, as saved row numbers have"
     if kind == "empty":
         return "it has no values"
-    if kind == "other" or (kind in ("text", "mixed") and comma_advice(column)):
+    if kind == "other" or (kind in ("text", "mixed") and (comma_advice(column) or unit_of(column))):
         return ""
     count, present = column.nunique(), int(column.notna().sum())
     if count == 1:
         return f"it is constant (always {distinct_labels(column)[0]!r})"
+    if kind == "number" and ROW_NUMBER.fullmatch(name) and numbers_of(column)[0] in (0, 1) and _counts_rows(column):
+        return "it counts the rows"
     is_identifier = present >= 6 and kind == "number" and IDENTIFIER.search(name)
     if count == present and (kind == "text" or (is_identifier and not (numbers_of(column.dropna()) % 1).any())):
         return f"it has another value in every row ({first_of(column, column.notna())}), like a name or an identifier"
@@ -97,17 +117,31 @@ def _problem(name: str, column: Any, kind: ColumnKind, categorical: bool, asked:
             return ""
     count, present = column.nunique(), int(column.notna().sum())
     if present >= 6 and count > max(2.0, MAX_CATEGORIES * present):
+        if unit := unit_of(column):
+            return (
+                f"Column {name!r} holds numbers with {unit!r} ({first_of(column, column.notna())}). Remove {unit!r} "
+                f"from the values, or write {drop}."
+            )
         return (
             f"Column {name!r} has {count:,} different values in {counted(present, 'row')}, too many for indicators. "
             f"Group them, or write {drop}."
         )
-    if categorical:
-        return ""
-    return (
-        f"Column {name!r} holds text ({first_of(column, column.notna())}), and the model needs numbers. Write "
-        f"{option('--categorical', name)} for indicators of its {count} values (--one-hot does so for every text "
-        f"column), or {drop}."
-    )
+    return ""
+
+
+def _texts(frame: Any) -> list[str]:
+    """One sentence on all columns of text."""
+    if len(frame.columns) > 1:
+        return [
+            f"Columns {listed(frame.columns)} hold text, and the linear models need numbers. Write --one-hot for "
+            "indicators of their values, --categorical NAME for those of one column, or --drop NAME."
+        ]
+    return [
+        f"Column {name!r} holds text ({first_of(column, column.notna())}), and the linear models need numbers. Write "
+        f"{option('--categorical', name)} for indicators of its {column.nunique()} values (--one-hot does so for every "
+        f"text column), or {option('--drop', name)}."
+        for name, column in frame.items()
+    ]
 
 
 def _date_problem(name: str, column: Any) -> str:
@@ -157,7 +191,8 @@ def _empty_fields(frame: Any) -> list[str]:
     more = f" and {len(columns) - 12} more" if len(columns) > 12 else ""
     return [
         f"There are empty fields in column{'s' * (len(columns) > 1)} {', '.join(columns[:12])}{more}. Write --missing "
-        "median to fill them in, --missing drop to leave these rows out, or --drop."
+        "median to fill them in (the additive model has an effect of a missing value instead), --missing drop to leave "
+        "these rows out, or --drop."
     ]
 
 
@@ -199,6 +234,8 @@ def check_target(column: Any, settings: TuneSettings) -> tuple[bool, str]:
         )
     if classes and len(labels) > min(MAX_CLASSES, max(2, present.sum() // 3)):
         advice = "Is it the right column?" if kind == "text" else "Write --model ridge to predict it as a number."
+        if unit := unit_of(column):
+            advice = f"To predict it as a number, remove {unit!r} from the values."
         raise BilevelError(
             f"The target {name!r} has {len(labels):,} different values in {counted(int(present.sum()), 'row')} "
             f"({listed(labels, 3)}), too many for classes. {advice}"

@@ -132,8 +132,9 @@ def _kept_rows(table: DataTable, columns: list[str], target: Any, settings: Tune
         if settings.missing == "error":
             raise BilevelError(
                 f"The target {settings.target!r} has no value in {count}, first in row "
-                f"{first_row(target, ~keep)}. Write --missing drop to leave such rows out. (Fields like NA, "
-                "NaN, None and null count as empty.)"
+                f"{first_row(target, ~keep)}. Write --missing drop to leave out rows with any empty field, or "
+                "--missing median to leave out only rows without a target. (Fields like NA, NaN, None and "
+                "null count as empty.)"
             )
         notes.append(f"Left out {count} without a target.")
     if settings.groups is not None and (gap := table.frame[settings.groups].isna().to_numpy(dtype=bool) & keep).any():
@@ -158,9 +159,10 @@ def _enough_rows(table: DataTable, settings: TuneSettings, y: NDArray[Any], clas
     names, counts = np.unique(y.tolist(), return_counts=True)
     rare = [f"{name!r} ({count})" for name, count in zip(names.tolist(), counts, strict=True) if count < enough]
     if rare:
+        fewer = "Write fewer folds, or r" if settings.cv > 2 and counts.min() >= rows_needed(2) else "R"
         raise BilevelError(
             f"The target {settings.target!r} has classes with few rows: {', '.join(rare)}. --cv {settings.cv} needs "
-            f"{enough} of each. Write fewer folds, or remove the rows of these classes."
+            f"{enough} of each. {fewer}emove the rows of these classes."
         )
 
 

@@ -216,6 +216,10 @@ def _csv(path: Path, text: str, separator: str, marks: dict[str, Any], as_text: 
                 f"{path}: line {line} has {saw} fields and the header {fields} (separator "
                 f"{SEPARATORS.get(separator, separator)!r}). Quote fields that hold the separator."
             ) from error
+        if "EOF inside string" in str(error):
+            raise BilevelError(
+                f'{path}: a field begins with a quote (") that is never closed. Close it, or write two quotes for one.'
+            ) from error
         raise BilevelError(f"{path} is not a readable CSV file: {_first_line(error)}.") from error
     if marks["thousands"] is not None:
         _check_thousands(path, frame, text, options)

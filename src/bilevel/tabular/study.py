@@ -153,7 +153,8 @@ def _notes(
     notes += [
         *comparison.notes,
         f"Errors are of rows that a model was not fitted to ({splits}): all models saw the same {folds} splits, with "
-        "columns prepared and penalties tuned on the training rows. scikit-learn's models have their default settings.",
+        "columns prepared and penalties tuned on the training rows. scikit-learn's models have their default settings, "
+        "but RidgeCV and LogisticRegressionCV have wider grids of penalties.",
         f"The saved model is tuned and fitted on all {len(used.y):,} rows.",
     ]
     return notes

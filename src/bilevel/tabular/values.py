@@ -17,6 +17,8 @@ COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?\s*")
 POINTS = re.compile(r"\s*[+-]?\d{1,3}(\.\d{3})*(,\d+)?\s*")
 THOUSANDS = re.compile(r"\s*[+-]?\d{1,3}(,\d{3})*(\.\d+)?\s*")
 PERCENT = re.compile(r"\s*[+-]?\d+([.,]\d+)?\s*%\s*")
+# A number with a currency or a unit: the parts before and after it must be the same in all values of a column.
+WITH_UNIT = re.compile(r"\s*(?P<before>[^\W\d_]{0,3}[$€£¥₹]|)\s*[+-]?\d[\d.,]*\s*(?P<after>[$€£¥₹]|[^\W\d_]{1,6}|)\s*")
 SAMPLE = 200  # the kind of a text column is determined from this number of values
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -113,6 +115,18 @@ def comma_advice(column: Any) -> str:
     if _all_match(COMMA, values):
         return "Write --decimal ','"
     return "Write --decimal ',' --thousands '.'" if _all_match(POINTS, values) else ""
+
+
+def unit_of(column: Any) -> str:
+    """The currency or unit that all text values have around a number; otherwise "".
+
+    >>> import pandas as pd
+    >>> [unit_of(pd.Series(values)) for values in (["$1,200.50", "$7"], ["3 km", "12 km"], ["3 km", "3 m"])]
+    ['$', 'km', '']
+    """
+    found = [WITH_UNIT.fullmatch(str(value)) for value in column.dropna().to_numpy(dtype=object)[:SAMPLE]]
+    units = {(one["before"], one["after"]) if one else ("", "") for one in found}
+    return " and ".join(filter(None, units.pop())) if len(units) == 1 else ""
 
 
 def _all_match(pattern: re.Pattern[str], values: NDArray[Any]) -> bool:

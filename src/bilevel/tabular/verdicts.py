@@ -10,7 +10,7 @@ from bilevel.tabular.formatting import counted
 from bilevel.tabular.scores import PairedTest, corrected_test, measures
 
 SIGNIFICANT = 0.05
-FEW = 10  # folds; rows in order of time have no more, because their folds cannot be drawn again
+FEW = 10  # folds: as many as there are if the time allows no more, or if rows are in order of time
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,10 @@ def table_verdict(comparison: ModelComparison, classes: list[str]) -> TableVerdi
             f"No model predicts significantly better than the {constant.name} ({measure} {constant.scores[key]:.4g}; "
             f"{best.name} has {best.scores[key]:.4g}, p = {against_constant.p:.2g}, {folds})."
         )
-        if best.scores[key] < constant.scores[key] and len(ours.losses) < FEW:
-            sentence += f" With {folds}, only very even differences are significant: --cv 10 shows more."
+        if best.scores[key] < constant.scores[key] and len(ours.losses) <= FEW:
+            sentence += (
+                f" With {folds}, only very even differences are significant. --cv 10 or more --minutes add folds."
+            )
         return TableVerdict(ours, best, tests, sentence)
     saved = "" if best is ours else f" Saved is the best of ours, {ours.name}."
     if not rivals:
