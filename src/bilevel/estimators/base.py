@@ -138,6 +138,26 @@ class TunedEstimator(BaseEstimator):
             )
         return weight
 
+    def _refuse_extreme_targets(self, outputs: Array) -> None:
+        largest = float(np.abs(outputs).max())
+        if largest > 0 and not 1 / LARGEST < largest < LARGEST:
+            raise BilevelError(
+                f"The targets are up to {largest:.3g}, and their fourth powers are beyond double precision. Pass "
+                "targets in another unit."
+            )
+
+    def _warn_of_small_weights(self, weight: Array) -> None:
+        """Warn if the rows count as much fewer than they are."""
+        total, rows = float(weight.sum()), int((weight > 0).sum())
+        if total < 0.1 * rows:
+            warnings.warn(
+                f"The sample weights of {rows} rows add up to {total:.3g}. A weight of 2 counts as two rows, so these "
+                f"count as {total:.3g}, and penalties tuned on so few rows are almost equal or very large. Multiply "
+                f"the weights by {rows / total:.3g} if every row is one observation.",
+                BilevelWarning,
+                stacklevel=5,
+            )
+
 
 # A dataclass, because its constructor stores the parameters under their names, as scikit-learn requires.
 @dataclass(eq=False, repr=False)
@@ -197,12 +217,7 @@ class BilevelEstimator(TunedEstimator):
         """
         self._check_settings()
         self._settled: dict[str, Any] = {}
-        largest = float(np.abs(outputs).max())
-        if largest > 0 and not LARGEST**-1 < largest < LARGEST:
-            raise BilevelError(
-                f"The targets are up to {largest:.3g}, and their fourth powers are beyond double precision. Pass "
-                "targets in another unit."
-            )
+        self._refuse_extreme_targets(outputs)
         if rows is not None:
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
@@ -217,7 +232,8 @@ class BilevelEstimator(TunedEstimator):
     ) -> TunedModel:
         groups = grouping(self.penalty, X.shape[1])
         shared = is_shared(self.penalty)
-        self._warn_of_small_weights(weight, groups)
+        if groups.count > 1 and self.tether not in (0, math.inf):
+            self._warn_of_small_weights(weight)
         folds = self._folds(X, y, weight, groups, rows)
         # Penalties of features or groups can be converted to any unit of the features, so the search uses standardised
         # features. A shared penalty applies to the features as given, as in scikit-learn.
@@ -250,18 +266,6 @@ class BilevelEstimator(TunedEstimator):
         held_out = [] if self.scoring is None else table.held_out_scores(w, search.folds, lam)
         original = coef / scale[:, None]
         return TunedModel(original, intercept - centre @ original, held_out)
-
-    def _warn_of_small_weights(self, weight: Array, groups: Grouping) -> None:
-        """Warn if the tether counts the rows as much fewer than they are."""
-        total, rows = float(weight.sum()), int((weight > 0).sum())
-        if total < 0.1 * rows and groups.count > 1 and self.tether not in (0, math.inf):
-            warnings.warn(
-                f"The sample weights of {rows} rows add up to {total:.3g}. A weight of 2 counts as two rows, so these "
-                f"count as {total:.3g} rows, and the tether makes the penalties almost equal. Multiply the weights by "
-                f"{rows / total:.3g} if every row is one observation.",
-                BilevelWarning,
-                stacklevel=5,
-            )
 
     def _deviation_parts(
         self, fit: PenaltySearch, lam: Tensor, X: Any, residual: Array, centre: Array, scale: Array

@@ -16,12 +16,13 @@ TINY = 1e-250
 
 
 @np.errstate(over="ignore", invalid="ignore")  # `_refuse_extremes` says what is wrong
-def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
+def centred(X: Any, weight: Array, intercept: bool, names: list[str] | None = None) -> tuple[Any, Array, Array]:
     """X with the means subtracted if there is an intercept, the means, and the variances of the features.
 
     The intercept absorbs the shift. Without centring, sums of squares of numbers far from zero (years, seconds since
     1970) would lose all digits to rounding. A sparse X is not changed and its means are returned as zero, but its
     variances are taken about the true means. Without an intercept, means are zero and variances are mean squares.
+    Errors call columns by their names, or by their positions.
     """
     share = weight / weight.sum()
     mean = np.asarray(share @ X).reshape(-1) if intercept else np.zeros(X.shape[1])
@@ -34,12 +35,12 @@ def centred(X: Any, weight: Array, intercept: bool) -> tuple[Any, Array, Array]:
         X, centre = (X - mean if intercept else X), mean
         # In blocks of rows, because the squares of all rows would take as much memory as X.
         variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
-    _refuse_extremes(X, weight, mean, variance)
+    _refuse_extremes(X, weight, mean, variance, names)
     # A constant column has a variance of zero up to rounding.
     return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
 
 
-def _refuse_extremes(X: Any, weight: Array, mean: Array, variance: Array) -> None:
+def _refuse_extremes(X: Any, weight: Array, mean: Array, variance: Array, names: list[str] | None) -> None:
     """Refuse features whose squares overflow, or underflow although the feature is not constant.
 
     Args:
@@ -53,10 +54,11 @@ def _refuse_extremes(X: Any, weight: Array, mean: Array, variance: Array) -> Non
         else:
             distance = np.abs(rows).max(0)
         extreme[tiny] = distance > 1e-12 * np.abs(mean[tiny])
-    for j in np.flatnonzero(extreme):
+    for j in np.flatnonzero(extreme).tolist():
         raise BilevelError(
-            f"The squares of the numbers in column {j} of X are too {'small' if variance[j] < 1 else 'large'} for "
-            "double precision. Scale the columns first, for example with StandardScaler."
+            f"The squares of the numbers in column {names[j] if names else j!r} of X are too "
+            f"{'small' if variance[j] < 1 else 'large'} for double precision. Scale the columns first, for example "
+            "with StandardScaler."
         )
 
 

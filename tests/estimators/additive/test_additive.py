@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.estimators import BilevelAdditiveClassifier, BilevelAdditiveRegressor
 
 # A row of weight 2 is left out completely. Of two equal rows, only one is left out.
@@ -74,3 +75,19 @@ def test_weights_of_classes_are_weights_of_their_rows():
     assert (
         balanced.predict_proba(X)[:, 0].mean() > BilevelAdditiveClassifier().fit(X, rare).predict_proba(X)[:, 0].mean()
     )
+
+
+def test_numbers_whose_squares_leave_double_precision_are_refused():
+    frame, y = curved(60)[:2]
+    model = BilevelAdditiveRegressor(pairs=0, max_iter=3)
+    for size, word in ((1e-170, "small"), (1e170, "large")):
+        with pytest.raises(BilevelError, match=f"column 'a' of X are too {word}"):
+            model.fit(frame.assign(a=size * frame["a"]), y)
+        with pytest.raises(BilevelError, match="targets are up to"):
+            model.fit(frame, size * y)
+
+
+def test_weights_that_count_rows_as_less_than_one_are_pointed_out():
+    frame, y = curved(60)[:2]
+    with pytest.warns(BilevelWarning, match="60 rows add up to 1.*Multiply the weights by 60 "):
+        BilevelAdditiveRegressor(pairs=0, max_iter=3).fit(frame, y, sample_weight=np.full(60, 1 / 60))

@@ -31,6 +31,7 @@ from bilevel.estimators.additive.tuning import (
 )
 from bilevel.estimators.base import TunedEstimator
 from bilevel.estimators.folds import Array
+from bilevel.estimators.scaling import centred
 from bilevel.estimators.search import SearchRecord
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.progress import heartbeat
@@ -123,6 +124,11 @@ class BilevelAdditive(TunedEstimator):
         show(f"{model_name}: preparing")
         used = weight > 0
         columns, outputs, weight = [column[used] for column in columns], outputs[used], weight[used]
+        self._refuse_extreme_targets(outputs)
+        self._warn_of_small_weights(weight)
+        for name, column in zip(names, columns, strict=True):
+            if column.dtype == np.float64 and (known := ~np.isnan(column)).any():
+                centred(column[known, None], weight[known], True, [name])
         sample = self._tuning_rows(len(weight))
         rows = np.arange(len(weight)) if sample is None else sample
         self._names = names
