@@ -37,6 +37,8 @@ def test_the_held_out_losses_are_those_of_the_models():
     alone = bl.tune(network(), F.cross_entropy, WeightDecay(0.1), rest, held, iterations=0, **run)
     assert found.held_out.val_alone == pytest.approx(alone.value)
     assert str(found.held_out) in str(found) and "30 held-out examples" in str(found)
+    assert "holdout=0.3 measures it on others" in str(same) and "holdout=" not in str(found)
+    assert "`.search` tells" in str(same) and str(same.search) in str(same) and "`.search`" not in str(same)
 
 
 def test_it_warns_if_the_validation_set_alone_would_do():

@@ -147,11 +147,15 @@ class Tuned:
         return folder
 
     def __str__(self) -> str:
-        return (
-            f"Validation loss {self.start_value:.6g} before, {self.value:.6g} after. {self.outcome}\n"
-            f"{f'{self.held_out}{chr(10)}' if self.held_out else ''}"
-            f"Hypergradients by {self.method}\n\n{self.table()}"
-        )
+        lines = [
+            f"Validation loss {self.start_value:.6g} before, {self.value:.6g} after. {self.outcome}",
+            str(
+                self.held_out or "The loss after is of examples that were tuned on: holdout=0.3 measures it on others."
+            ),
+            str(self.__dict__.get("search", "`.search` tells what a random search reaches in the same time.")),
+            f"Hypergradients by {self.method}",
+        ]
+        return "\n".join([*lines, "", self.table()])
 
 
 def _summary(value: Any) -> str:
