@@ -6,9 +6,10 @@ import hashlib
 import pickle
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,8 @@ def compile(  # noqa: A001 - as in torch.compile
 
     Python values that the functions read from elsewhere than their arguments (numbers in closures, globals, attributes)
     are fixed by compiling. After changing one, compile again; `fast.check(lam, task)` compares with the eager result.
-    Tensors in closures are read at every call. Random numbers and Python branches on numbers in tensors are refused.
+    Tensors in closures are read at every call, but not other tensors that take their place (`module.buffer = other`).
+    Random numbers and Python branches on numbers in tensors are refused.
 
     Args:
         problem: as for `hypergradient`.
@@ -84,7 +86,8 @@ def compile(  # noqa: A001 - as in torch.compile
         chosen = best if type(best).compile is not Method.compile else Reverse()
     check_process(process, chosen)
     form = _form(process)
-    fast = CompiledHypergradient(evaluator, CompiledMethod(chosen, chosen.compile(process, block), form))
+    method_of_call = CompiledMethod(chosen, chosen.compile(process, block), form, problem, dynamics)
+    fast = CompiledHypergradient(evaluator, method_of_call)
     fast.check(lam, task)
     return fast
 
@@ -123,13 +126,25 @@ class CompiledHypergradient:
 
 @dataclass(frozen=True)
 class CompiledMethod(Method):
-    """The compiled form of a method, for processes of the form that it was compiled for."""
+    """The compiled form of a method, for the problem, the dynamics and the form of calls that it was compiled for."""
 
     eager: Method
     run: Callable[[Process], Hypergradient] = field(repr=False)
     form: Hashable = field(repr=False)
+    problem: Problem = field(repr=False)
+    dynamics: DynamicsLike = field(repr=False)
 
     def __call__(self, process: Process) -> Hypergradient:
+        for name, compiled, given in (
+            ("problem", self.problem, process.problem),
+            ("dynamics", self.dynamics, process.source),
+        ):
+            if not _same(compiled, given):
+                raise BilevelError(
+                    f"This method was compiled for another {name}, whose hypergradient it would return. Pass the "
+                    f"{name} that was passed to bilevel.compile(...), with the same functions as objects, or call "
+                    f"bilevel.compile(...) for this {name} too."
+                )
         if _form(process) != self.form:
             raise BilevelError(
                 f"This was compiled for another call. λ is now {trees.describe(process.lam)} and the task "
@@ -178,6 +193,26 @@ def _content(leaf: Any) -> str:
             f"The task holds {what_is(leaf)}, whose content cannot be compared between calls ({error}). Pass its "
             "numbers as tensors, or call bilevel.hypergradient, which compiles nothing."
         ) from error
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two problems or dynamics are one object, or hold equal settings and the same functions.
+
+    >>> from bilevel.dynamics.gradient_descent import GradientDescent
+    >>> _same(GradientDescent(0.1), GradientDescent(0.1)), _same(GradientDescent(0.1), GradientDescent(0.2))
+    (True, False)
+    """
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, Tensor):
+        return form_of(one) == form_of(other) and torch.equal(one, other)
+    if is_dataclass(one):
+        return all(_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _agree(one: Tensor, two: Tensor) -> bool:

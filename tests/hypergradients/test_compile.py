@@ -4,7 +4,7 @@ import gc
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas
@@ -54,10 +54,13 @@ def ridge(penalty=lambda w, lam: (lam.exp() * w**2).sum(), init=lambda lam: torc
     )
 
 
-def compiled(problem, lam, task=None, *, dynamics=None, steps=30, **more):
-    """The compiled hypergradient, and a function that gives the eager one of `Unrolled`."""
+def compiled(problem, lam, task=None, *, dynamics=None, steps=30, block=4, **more):
+    """The compiled hypergradient, and a function that gives the eager one of `Unrolled`.
+
+    Tracing takes time for each step of a block, and few steps show what many do.
+    """
     call = {"dynamics": dynamics or bl.GradientDescent(0.05), "steps": steps}
-    fast = bl.compile(problem, lam, task or data(), **call, **more)
+    fast = bl.compile(problem, lam, task or data(), **call, block=block, **more)
     return fast, lambda lam, task=None: bl.hypergradient(problem, lam, task or data(), method=bl.Unrolled(), **call)
 
 
@@ -70,12 +73,12 @@ def assert_equal(fast, slow, tolerance=1e-10):
 # --------------------------------------------------------------------------------------------- really compiled code
 
 
-@pytest.mark.parametrize(
-    "dynamics",
-    [lambda lam: bl.GradientDescent(0.1 + 0.01 * lam["shift"] ** 2), bl.Adam(lambda t: 0.1 / (1 + t))],
-    ids=["learned step size", "scheduled Adam"],
-)
-def test_blocks_of_steps(dynamics):
+def test_blocks_of_steps():
+    """With auxiliary variables, and a step size that is learned and falls."""
+
+    def dynamics(lam):
+        return bl.Adam(lambda t: (0.1 + 0.01 * lam["shift"] ** 2) / (1 + t))
+
     example = examples()[1]
     # 7 steps are three blocks of two, and one eager step before them.
     fast, slow = compiled(example.problem, example.lam, example.task, dynamics=dynamics, steps=7, block=2)
@@ -200,8 +203,9 @@ def test_learned_starts_and_settings(traced_only, steps):
 class TestBothMethods:
     def test_in_solve(self, traced_only, method):
         problem, lam = ridge(), torch.linspace(-1, 0.5, 4)
-        fast, _ = compiled(problem, lam, method=method)
-        call = {"dynamics": bl.GradientDescent(0.05), "steps": 30, "iterations": 5}
+        call = {"dynamics": bl.GradientDescent(0.05), "steps": 30}
+        fast = bl.compile(problem, lam, data(), method=method, **call)  # with the default length of a block
+        call["iterations"] = 5
         one, two = (bl.solve(problem, lam, data(), method=m, **call) for m in (fast.method, bl.Unrolled()))
         assert relative_error(one.outer, two.outer) < 1e-10
         assert len(traced_only) == (1 if isinstance(method, bl.Spectral) else 2)
@@ -243,6 +247,30 @@ class TestBothMethods:
             fast(lam, data())
         with pytest.raises(bl.DivergenceError, match="entries NaN or Inf"):
             fast(lam * math.nan, data())
+
+    def test_calls_with_another_problem_or_dynamics_are_refused(self, traced_only, method):
+        problem, lam, call = ridge(), torch.zeros(4), {"dynamics": bl.GradientDescent(0.05), "steps": 6}
+        fast = bl.compile(problem, lam, data(), method=method, **call)
+        again = replace(problem), {**call, "dynamics": bl.GradientDescent(0.05)}
+        expected = bl.hypergradient(problem, lam, data(), **call).grad
+        torch.testing.assert_close(
+            bl.hypergradient(again[0], lam, data(), method=fast.method, **again[1]).grad, expected
+        )
+        others = {
+            "inner": lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + 7 * (lam.exp() * w**2).sum(),
+            "outer": lambda w, lam, b: (w**2).sum(),
+            "init": lambda lam: torch.ones(4),
+        }
+        for name, function in others.items():
+            with pytest.raises(bl.BilevelError, match="compiled for another problem"):
+                bl.hypergradient(replace(problem, **{name: function}), lam, data(), method=fast.method, **call)
+        for dynamics in (
+            bl.GradientDescent(0.1),
+            bl.GradientDescent(torch.tensor(0.05)),
+            lambda lam: bl.GradientDescent(0.05),
+        ):
+            with pytest.raises(bl.BilevelError, match="compiled for another dynamics"):
+                bl.solve(problem, lam, data(), method=fast.method, dynamics=dynamics, steps=6, iterations=1)
 
     def test_the_order_of_keys(self, traced_only, method):
         def inner(w, lam, b):
