@@ -149,6 +149,13 @@ class _Solution:
             return tuple(trees.leaves(record_state(process)[0]))
 
 
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for a batch, as in `torch.autograd.grad(…, is_grads_batched=True)`."""
+    # There is no public way to ask.
+    asked = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
+    return asked is not None and bool(asked(tensor))
+
+
 class _InGraph(Function):
     """`_InGraph.apply(solution, count, *leaves, *values)`: the values of w_T, in the graph of λ's `count` leaves."""
 
@@ -160,6 +167,11 @@ class _InGraph(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        if any(map(_is_batched, cotangents)):
+            raise BilevelError(
+                "inner_solution(…) cannot be differentiated for a batch of cotangents at once (is_grads_batched=True, "
+                "or vectorize=True of torch.autograd.functional). Leave it out; torch then takes one after the other."
+            )
         leaves, values = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         rest = [None] * len(cotangents)
         slopes = ctx.solution.pull_back(leaves, cotangents, values)

@@ -115,6 +115,13 @@ def test_several_tasks_and_data_that_require_grad():
     assert relative_error(grads, [lam.grad, targets.grad]) < 1e-10
 
 
+def test_cotangents_in_batches_are_refused():
+    problem, lam, task = ridge()
+    w = bl.inner_solution(problem, lam.requires_grad_(), task, **SETTINGS)
+    with pytest.raises(bl.BilevelError, match="is_grads_batched=True"):
+        torch.autograd.grad(w, lam, torch.eye(4), is_grads_batched=True)
+
+
 def test_where_nothing_requires_grad_nothing_is_recorded():
     problem, lam, task = ridge()
     assert not bl.inner_solution(problem, lam, task, **SETTINGS).requires_grad
