@@ -153,5 +153,7 @@ def test_a_picture_has_a_panel_for_every_term(fitted):
     figure = model.plot()
     titles = [axes.get_title() for axes in figure.axes]
     assert set(model.terms_) <= set(titles)
+    pair = BilevelAdditiveRegressor(pairs=[("a", "b")]).fit(*table(60)).plot(["a × b"]).axes[0]
+    assert [len(line.get_xdata()) for line in pair.lines] == [60]  # the rows, over the surface
     with pytest.raises(BilevelError, match="not a term"):
         model.plot(["q"])

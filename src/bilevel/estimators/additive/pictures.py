@@ -20,7 +20,7 @@ MAX_CATEGORIES = 20
 
 
 def draw(model: AdditiveEffects, terms: list[int], output: int, figure: Figure | None = None) -> Figure:
-    """One panel for each term: a curve with its band and the training values, categories, or a pair's surface."""
+    """One panel for each term: a curve with its band, categories, or a pair's surface, with the training rows."""
     columns = min(4, max(len(terms), 1))
     rows = max(1, math.ceil(len(terms) / columns))
     with style():
@@ -81,11 +81,17 @@ def _surface(axes: Axes, model: AdditiveEffects, pair: PairTerm, effect: Effect)
         grids.append(np.arange(len(grid)) if text else grid)
         labels.append([str(name)[:12] for name in grid] if text else None)
     shade: Any = axes.pcolormesh(*grids, effect.mean.T, cmap="RdBu_r", vmin=-top, vmax=top, shading="nearest")
+    first, second = (model._training_columns[index] for index in (pair.first, pair.second))
+    if first is not None and second is not None:
+        # Where there are no rows, the surface is extrapolated.
+        axes.plot(first, second, ".", color="black", markersize=2, alpha=0.35)
     axes.grid(False)
     for axis, label in zip((axes.xaxis, axes.yaxis), labels, strict=True):
         if label is not None:
             some = slice(None, None, -(-len(label) // MAX_CATEGORIES))
             axis.set_ticks(np.arange(len(label))[some], label[some])
+        else:
+            axis.get_major_locator().set_params(nbins=5)
     axes.set_xlabel(model.terms_[pair.first], fontsize=8)
     axes.set_ylabel(model.terms_[pair.second], fontsize=8)
     axes.figure.colorbar(shade, ax=axes).ax.tick_params(labelsize=7)
