@@ -21,6 +21,7 @@ LEAST = {
     "miniimagenet-c4l-1shot": 0.35,
     "miniimagenet-c4l-5shot": 0.45,
     "miniimagenet-c4l-staged": 0.46,
+    "miniimagenet-c4l-64-staged": 0.50,
 }
 FILES = {
     "omniglot": ("omniglot/images_background.zip", "omniglot/images_evaluation.zip"),
@@ -58,9 +59,9 @@ def test_the_score_is_found_again(name, real):
     data = open_data(found.settings)
     assert data.fingerprint == found.card["data"]["fingerprint"]
     steps, score = found.card["score"]["steps"], found.card["score"]["test"]
-    # The same first 20 of the card's 600 episodes: within four standard errors of all of them.
-    again = evaluate(found.learner, episodes(found.settings, data, "test"), 20, steps)
-    assert abs(again.means[-1] - score["accuracy"]) < 4 * score["interval"] / 1.96 * (600 / 20) ** 0.5
+    # The same first 10 of the card's 600 episodes: within four standard errors of all of them.
+    again = evaluate(found.learner, episodes(found.settings, data, "test"), 10, steps)
+    assert abs(again.means[-1] - score["accuracy"]) < 4 * score["interval"] / 1.96 * (600 / 10) ** 0.5
 
 
 def test_the_command_knows_the_zoo(real):
