@@ -91,7 +91,7 @@ def _surface(axes: Axes, model: AdditiveEffects, pair: PairTerm, effect: Effect)
             some = slice(None, None, -(-len(label) // MAX_CATEGORIES))
             axis.set_ticks(np.arange(len(label))[some], label[some])
         else:
-            axis.get_major_locator().set_params(nbins=5)
+            axes.locator_params(axis="x" if axis is axes.xaxis else "y", nbins=5)
     axes.set_xlabel(model.terms_[pair.first], fontsize=8)
     axes.set_ylabel(model.terms_[pair.second], fontsize=8)
     axes.figure.colorbar(shade, ax=axes).ax.tick_params(labelsize=7)
