@@ -323,6 +323,7 @@ def test_classes_and_names_that_bite(place, tmp_path, opened):
     found = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     page = opened(tmp_path / "out" / "page.html")
     assert SCRIPT in page.locator("h1").inner_text() and BITE in page.locator("#all").inner_text()
+    assert comparison_fits(page)
     drawn = traces(page, "points")
     assert len(drawn) == 2 and sum(len(trace["x"]) for trace in drawn) == found["data"]["rows_used"]
     page.locator("#many").select_option("50")
@@ -349,6 +350,12 @@ def test_three_classes_on_the_page(place, tmp_path, opened):
     assert traces(page, "coefficients")[0]["x"] == [one["coefficients"][2] for one in found["features"]]
 
 
+def comparison_fits(page):
+    """Whether all columns of the comparison are seen without scrolling."""
+    box = page.get_by_role("region", name="Errors on held-out rows")
+    return box.evaluate("box => box.scrollWidth <= box.clientWidth")
+
+
 def test_effects_of_a_pair_have_the_colours_of_the_picture(tmp_path, opened):
     draw = np.random.default_rng(0)
     a, b = draw.uniform(-1, 1, size=(2, 120))
@@ -363,6 +370,4 @@ def test_effects_of_a_pair_have_the_colours_of_the_picture(tmp_path, opened):
     # As in the picture, red is above 0, and blue is below.
     blue, red = ([int(pair["colorscale"][end][1][i : i + 2], 16) for i in (1, 5)] for end in (0, -1))
     assert blue[0] < blue[1] and red[0] > red[1] and not pair.get("reversescale")
-    page.set_viewport_size({"width": 1200, "height": 900})
-    box = page.get_by_role("region", name="Errors on held-out rows")
-    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")  # all columns are seen without scrolling
+    assert comparison_fits(page)

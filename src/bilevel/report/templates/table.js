@@ -106,7 +106,7 @@
         ];
         const last = one.grid.length - 1, beyond = one.grid[last] + 0.08 * (one.grid[last] - one.grid[0]);
         if (found.missing !== null) traces.push({ type: "scatter", mode: "markers+text", x: [beyond], y: [found.missing], text: ["missing"],
-          textposition: "middle left", textfont: { size: 10 }, marker: { symbol: "square", size: 10, color: colour("--c1") },
+          textposition: "top left", textfont: { size: 10 }, marker: { symbol: "square", size: 10, color: colour("--c1") },
           hovertemplate: "missing: %{y:.4g}<extra></extra>" });
         show(id, traces, { ...layout, yaxis: axis });
       }
