@@ -220,7 +220,7 @@ def tuned():
         settings = {"dynamics": STEP, "iterations": 200, "optimizer": optimizer, **settings}
         return bl.solve(problem, lam, example.task, **settings)
 
-    return tune, tune(steps=60)
+    return tune, tune(steps=30)
 
 
 class TestOnline:

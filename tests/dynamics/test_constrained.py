@@ -58,7 +58,7 @@ def test_a_quadratic_program_against_its_kkt_system(method):
 
 def test_a_quadratic_program_against_differences():
     problem, lam, dynamics, _ = quadratic_program()
-    call = {"dynamics": dynamics, "steps": 150}
+    call = {"dynamics": dynamics, "steps": 60}
     found = bl.hypergradient(problem, lam, TASK, method=bl.Implicit(), **call).grad
     numbers = central_differences(lambda lam: value_of(problem, lam, TASK, **call), lam)
     assert relative_error(found, numbers) < 1e-6
@@ -82,7 +82,7 @@ def test_projected_steps_are_differentiated_at_their_limit(constraint, dynamics)
         lambda lam: torch.full((4,), 0.25),
     )
     lam = torch.tensor([0.9, 0.4, -1.0, 0.3])
-    call = {"dynamics": bl.Projected(dynamics, constraint), "steps": 300}
+    call = {"dynamics": bl.Projected(dynamics, constraint), "steps": 120}
     found = bl.hypergradient(problem, lam, TASK, method=bl.Implicit(), **call).grad
     assert relative_error(found, bl.hypergradient(problem, lam, TASK, **call).grad) < 1e-8
     numbers = central_differences(lambda lam: value_of(problem, lam, TASK, **call), lam)

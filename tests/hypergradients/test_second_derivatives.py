@@ -1,5 +1,7 @@
 """Derivatives of `objective` beyond the first: Hessians and gradient penalties, against plain torch and differences."""
 
+import functools
+
 import pytest
 import torch
 from torch.autograd.functional import hessian
@@ -67,24 +69,28 @@ def exact_methods():
     return [*found, "auto", None]
 
 
+@functools.cache
+def hessian_of_25_steps(method, dynamics):
+    example = examples()[0]
+    settings = {"method": method, "dynamics": dynamics, "steps": 25}
+    return hessian_of(lambda lam: bl.objective(example.problem, lam, example.task, **settings), example.lam)
+
+
+@functools.cache
+def hessian_by_torch():
+    example = examples()[0]
+    return hessian_of(lambda lam: unrolled(example.problem, lam, example.task, 25, 0.2), example.lam)
+
+
 @pytest.mark.parametrize("method", exact_methods(), ids=repr)
 def test_every_exact_method_has_the_hessian_of_f_t(method):
-    example = examples()[0]
     # Reversible needs momentum; the others run the steps that plain torch runs.
-    settings = {
-        "dynamics": bl.HeavyBall(0.2, 0.5) if isinstance(method, bl.Reversible) else bl.GradientDescent(0.2),
-        "steps": 25,
-    }
-    expected = hessian_of(
-        lambda lam: bl.objective(example.problem, lam, example.task, method=bl.Unrolled(), **settings), example.lam
-    )
-    if not isinstance(method, bl.Reversible):
-        by_torch = hessian_of(lambda lam: unrolled(example.problem, lam, example.task, 25, 0.2), example.lam)
-        assert relative_error(expected, by_torch) < 1e-9
-    found = hessian_of(
-        lambda lam: bl.objective(example.problem, lam, example.task, method=method, **settings), example.lam
-    )
-    assert relative_error(found, expected) < 1e-9
+    if isinstance(method, bl.Reversible):
+        dynamics = bl.HeavyBall(0.2, 0.5)
+        expected = hessian_of_25_steps(bl.Unrolled(), dynamics)
+    else:
+        dynamics, expected = bl.GradientDescent(0.2), hessian_by_torch()
+    assert relative_error(hessian_of_25_steps(method, dynamics), expected) < 1e-9
 
 
 DYNAMICS = [each for cls in dynamics.find().values() for each in cls.examples() if each.differentiable]
