@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from processes import ENVIRONMENT, finish, wait_for, worker
 
 import bilevel as bl
-from forking import run_ranks
+from forking import end_of, run_ranks, start_ranks
 
 ITERATIONS = 10
 EVERY = ["cold", "warm", "online", "source", "iterator", "lbfgsb", "soba", "saba", "bome", "diverging"]
@@ -53,17 +54,32 @@ def test_ranks_return_what_one_process_returns(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
-@pytest.mark.parametrize(("case", "restarts"), [("warm", 1), ("online", 0)])
-def test_a_killed_rank_is_resumed(tmp_path, case, restarts):
-    """By torchrun with two ranks; and, where torchrun gives up, by one process."""
-    process = two_ranks(tmp_path / "two", case, 0.1, restarts=restarts)
-    wait_for(tmp_path / "two" / case / "checkpoints" / "000000004.safetensors", process)
+def test_a_killed_rank_is_started_again_by_torchrun_and_resumed(tmp_path):
+    process = two_ranks(tmp_path / "two", "warm", 0.1, restarts=1)
+    wait_for(tmp_path / "two" / "warm" / "checkpoints" / "000000004.safetensors", process)
     os.kill(worker(process, 1), signal.SIGKILL)
     code, _, err = finish(process)
-    assert (code == 0) == bool(restarts), err
-    whole = alone(tmp_path / "one", case)
-    found = result(tmp_path / "two", case, 1) if restarts else alone(tmp_path / "two", case)
-    assert found == whole
+    assert code == 0, err
+    assert result(tmp_path / "two", "warm", 1) == alone(tmp_path / "one", "warm")
+
+
+def test_one_process_resumes_the_run_of_two_that_were_killed(tmp_path):
+    """One is killed, and the other notices."""
+    place = tmp_path / "two" / "online"
+    (first, second), _store = start_ranks(solve_script.__file__, tmp_path / "two", "online", ITERATIONS, 0.1)
+    began = time.monotonic()
+    while not (place / "checkpoints" / "000000004.safetensors").exists():
+        assert first.is_alive() and second.is_alive() and time.monotonic() - began < 120
+        time.sleep(0.002)
+    os.kill(second.pid, signal.SIGKILL)
+    assert end_of(second) == -signal.SIGKILL and not (place / "1.json").exists()
+    assert end_of(first) == 0
+    assert "Another process of this run has ended" in result(tmp_path / "two", "online", 0)["outcome"]
+    seen = []
+    assert alone(tmp_path / "two", "online", callbacks=[lambda here: seen.append(here.k)]) == alone(
+        tmp_path / "one", "online"
+    )
+    assert seen[0] >= 4
 
 
 @pytest.mark.parametrize("case", LATER)

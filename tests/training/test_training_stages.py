@@ -3,14 +3,16 @@
 import json
 import shutil
 
+import command_script
 import pytest
-from processes import finish, here, torchrun
+from processes import here
 
 from bilevel import BilevelError
 from bilevel.learners import library
 from bilevel.learners.presets import RECIPES
 from bilevel.learners.recipes import Recipe
 from bilevel.learners.settings import TrainingSettings
+from forking import run_ranks
 
 COMMON = """
 dataset = "glyphs"
@@ -89,8 +91,8 @@ def test_a_stopped_recipe_goes_on_where_it_was(whole, tmp_path):
 
 
 def test_two_processes_run_the_same_recipe(whole, recipe, tmp_path):
-    code, _, errors = finish(torchrun("train", "--recipe", recipe, "--out", tmp_path / "two", "--threads", "1"))
-    assert code == 0, errors
+    words = ["train", "--recipe", recipe, "--out", tmp_path / "two", "--threads", "1"]
+    run_ranks(command_script.__file__, tmp_path / "said", *words)
     for stage in ("1-all", "2-episodes"):
         assert weights(whole[0] / stage) == weights(tmp_path / "two" / stage)
 
