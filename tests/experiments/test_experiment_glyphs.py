@@ -19,7 +19,8 @@ from few_scripts import drawn
 
 # A real training, but a short one.
 SHORT = {"iterations": "80", "looks": "2", "look_episodes": "20", "validation_episodes": "20", "test_episodes": "60"}
-TINY = {**SHORT, "iterations": "2", "test_episodes": "4", "validation_episodes": "3", "step_sizes": "0.1,0.3"}
+TINY = {"iterations": "2", "looks": "1", "look_episodes": "3", "test_episodes": "4", "validation_episodes": "3"}
+TINY["step_sizes"] = "0.1,0.3"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import bilevel as bl
 from bilevel.experiments import ridge
 from bilevel.experiments.base import reproduce
 
-SMALL = {"seeds": "2", "iterations": "15", "steps": "10,50"}
+SMALL = {"seeds": "2", "iterations": "6", "steps": "10,50"}
 
 
 @pytest.fixture(scope="module")
