@@ -1,5 +1,6 @@
 """`torchrun script.py` with estimators: processes share the work, and get the bits that one process gets."""
 
+import functools
 import json
 
 import estimator_script
@@ -35,9 +36,15 @@ def one_thread():
     torch.set_default_dtype(dtype)
 
 
+@functools.cache
+def alone(case, least_operations=1):
+    """What this process finds alone; call it with `one_thread`."""
+    return estimator_script.run(case, least_operations)
+
+
 @pytest.mark.parametrize("case", estimator_script.CASES)
 def test_two_processes_share_the_work_and_return_what_one_returns(two, case, one_thread):
-    one = estimator_script.run(case)
+    one = alone(case)
     assert one["numbers"] == two[0][case]["numbers"] == two[1][case]["numbers"]
     shares = [rank[case]["parts"] for rank in two]
     if case in NOT_SHARED:
@@ -46,7 +53,7 @@ def test_two_processes_share_the_work_and_return_what_one_returns(two, case, one
 
 
 def test_a_table_of_usual_size_is_shared_too(two, one_thread):
-    one = estimator_script.run("stale", _shared_work.LEAST_OPERATIONS)
+    one = alone("stale", _shared_work.LEAST_OPERATIONS)
     assert one["numbers"] == two[0]["large"]["numbers"] == two[1]["large"]["numbers"]
     assert sum(rank["large"]["parts"] for rank in two) == one["parts"] > 0
 
@@ -59,7 +66,7 @@ def test_an_error_of_one_process_ends_both_with_its_message(two):
 @pytest.mark.parametrize("case", ["stale", "classes", "dense", "sparse", "poisson", "ridge", "kernel", "lasso"])
 def test_parts_change_no_result_beyond_rounding(case, one_thread):
     """The penalties are rounded to four decimals of their logarithm, so that they are the same."""
-    whole, parts = (estimator_script.run(case, least)["numbers"] for least in (np.inf, 1))
+    whole, parts = alone(case, np.inf)["numbers"], alone(case)["numbers"]
     for a, b in zip(whole, parts, strict=True):
         assert float.fromhex(a) == pytest.approx(float.fromhex(b), rel=1e-5, abs=1e-7)
 
@@ -68,7 +75,7 @@ def test_three_processes_return_what_one_returns(tmp_path, one_thread):
     """Folds that cannot be divided evenly."""
     three = processes(tmp_path, 3, "ridge,lasso,dense")
     for case in ("ridge", "lasso", "dense"):
-        one = estimator_script.run(case)["numbers"]
+        one = alone(case)["numbers"]
         assert all(rank[case]["numbers"] == one for rank in three)
 
 
