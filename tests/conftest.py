@@ -10,6 +10,8 @@ import torch
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)
 
+CACHE = os.environ.get("BILEVEL_CACHE")  # before a test changes it
+
 # Folders and files whose tests train, compile, start processes or draw pages: `make test-quick` leaves them out. Single
 # tests elsewhere that take more than a few seconds carry the mark themselves.
 SLOW_FOLDERS = {
@@ -56,6 +58,15 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def shared_cache(monkeypatch):
+    """The user's cache, also where a fixture has set another: large data sets are decoded once for all tests."""
+    if CACHE is None:
+        monkeypatch.delenv("BILEVEL_CACHE", raising=False)
+    else:
+        monkeypatch.setenv("BILEVEL_CACHE", CACHE)
 
 
 @pytest.fixture

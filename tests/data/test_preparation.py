@@ -46,8 +46,7 @@ def png(picture):
 
 
 @needs_omniglot
-def test_original_omniglot_files_become_what_the_models_were_trained_on(monkeypatch):
-    monkeypatch.delenv("BILEVEL_CACHE")  # other tests have decoded it
+def test_original_omniglot_files_become_what_the_models_were_trained_on(shared_cache):
     data = load("omniglot")
     archive = zipfile.ZipFile(Path(os.environ["BILEVEL_DATA"]) / "omniglot" / "images_evaluation.zip")
     names = sorted(name for name in archive.namelist() if name.endswith(".png"))[::33]

@@ -121,7 +121,7 @@ def test_a_run_is_a_function_of_its_settings_and_seed():
     assert looks[0] == looks[1] != looks[2]
 
 
-def test_bounds_hold_on_omniglot(real):
+def test_bounds_hold_on_omniglot(real, shared_cache):
     real(*OMNIGLOT)
     settings = certificates.CertificatesSettings(classes=10)
     problem = certificates.feature_map_problem(settings.dataset, settings.model, 10, 0.1, 0)

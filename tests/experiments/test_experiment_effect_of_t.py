@@ -212,7 +212,7 @@ def test_a_run_is_a_function_of_its_settings_and_seed(small):
     assert first == again != other
 
 
-def test_three_disjoint_sets_of_new_classes(real):
+def test_three_disjoint_sets_of_new_classes(real, shared_cache):
     real(*OMNIGLOT)
     data = draw_data("omniglot", "zoo:omniglot-5way-1shot", 100, (3, 3, 14), seed=0)
     assert [tuple(x.shape) for x, _ in (data.train, data.val, data.test)] == [(300, 256), (300, 256), (1400, 256)]
@@ -224,7 +224,7 @@ def test_three_disjoint_sets_of_new_classes(real):
         draw_data("omniglot", "zoo:omniglot-5way-1shot", 100, (3, 3, 15), seed=0)
 
 
-def test_on_omniglot_spectral_equals_reverse_and_exact_is_not_far_from_256_steps(real):
+def test_on_omniglot_spectral_equals_reverse_and_exact_is_not_far_from_256_steps(real, shared_cache):
     real(*OMNIGLOT)
     settings = replace(experiment.EffectOfTSettings(), classes=20)
     data = draw_data(settings.dataset, settings.model, settings.classes, (3, 3, 14), seed=0)

@@ -58,7 +58,7 @@ def subject(model):
 
 
 # First, while the cache is still the user's own, in which Omniglot may be ready.
-def test_the_zoos_omniglot_model(real, tmp_path):
+def test_the_zoos_omniglot_model(real, shared_cache, tmp_path):
     real("omniglot/images_background.zip", "omniglot/images_evaluation.zip")
     result, record = reproduce("representation", {"episodes": "3"}, quick=True, out=tmp_path, progress=False)
     assert record.command == "bilevel run representation --quick --set episodes=3"
