@@ -17,6 +17,17 @@ FEW = {
 
 
 @contextmanager
+def unchecked_derivatives():
+    """Inside the block derivatives are not compared with differences.
+
+    That takes longer than a training of a few hyperiterations. The battery of learners compares those of all learners.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bilevel.engine.checks._check_derivatives", lambda *arguments: None)
+        yield
+
+
+@contextmanager
 def drawn(tmp_path_factory):
     """Inside the block `load("glyphs")` has these scripts only, drawn once for all files and processes of the tests."""
     root = tmp_path_factory.getbasetemp()

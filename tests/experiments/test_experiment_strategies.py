@@ -13,7 +13,7 @@ from bilevel.experiments._peak_memory import peak_memory
 from bilevel.experiments._strategies_notes import COLUMNS, PUBLISHED, UNFINISHED
 from bilevel.experiments.base import reproduce
 from bilevel.experiments.strategies import PROBLEMS, TABLE_3, StrategiesSettings, StrategyScore
-from few_scripts import drawn
+from few_scripts import drawn, unchecked_derivatives
 
 TINY = {"images": "320", "look_episodes": "4", "test_episodes": "4"}
 # One hyperiteration of every learner.
@@ -23,7 +23,7 @@ TWO = {**TINY, "learners": "hyper-representation,prototypical"}
 
 @pytest.fixture(scope="module", autouse=True)
 def glyphs(tmp_path_factory):
-    with drawn(tmp_path_factory) as data:
+    with drawn(tmp_path_factory) as data, unchecked_derivatives():
         yield data
 
 

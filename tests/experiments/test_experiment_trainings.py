@@ -18,7 +18,7 @@ from bilevel.experiments.base import reproduce
 from bilevel.learners.runs import train_in
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import open_data
-from few_scripts import drawn
+from few_scripts import drawn, unchecked_derivatives
 
 SHORT = {"iterations": "40", "looks": "2", "look_episodes": "15", "test_episodes": "40", "step_factors": "1"}
 TINY = {"iterations": "4", "looks": "2", "look_episodes": "4", "validation_episodes": "4", "test_episodes": "4"}
@@ -27,7 +27,7 @@ STOPS = {"iterations": "40", "validate_every": "4", "patience": "1", "steps": "1
 
 @pytest.fixture(scope="module", autouse=True)
 def glyphs(tmp_path_factory):
-    with drawn(tmp_path_factory) as data:
+    with drawn(tmp_path_factory) as data, unchecked_derivatives():
         yield data
 
 
@@ -273,7 +273,7 @@ def test_differences_add_their_intervals_in_quadrature():
 
 
 @pytest.mark.parametrize("name", ["variants", "validate-t"])
-def test_on_real_data(real, tmp_path, monkeypatch, name):
+def test_on_real_data(real, shared_cache, tmp_path, monkeypatch, name):
     real("omniglot/images_background.zip", "miniimagenet/images.zip")
     for key, value in list(_trainings.PROBLEMS.items()):
         monkeypatch.setitem(_trainings.PROBLEMS, key, replace(value, meta_batch=1, ways=2))
