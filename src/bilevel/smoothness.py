@@ -48,9 +48,10 @@ class Roughness:
     outcome: Outcome
 
     def __str__(self) -> str:
+        step = f"a step of up to {self.kept:.3g}" if self.kept > 0 else "no step"
         return (
-            f"f_T(λ) = {self.value:.6g}, ‖∇f_T‖ = {self.slope:.3g}; a step of up to {self.kept:.3g} (tried: "
-            f"{self.length:.3g}) achieves at least half of the predicted decrease. {self.outcome}"
+            f"f_T(λ) = {self.value:.6g}, ‖∇f_T‖ = {self.slope:.3g}; {step} (tried: up to {self.length:.3g}) achieves "
+            f"at least half of the predicted decrease. {self.outcome}"
         )
 
 
