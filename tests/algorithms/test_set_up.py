@@ -61,3 +61,31 @@ def test_given_step_sizes_need_no_curvature_of_every_batch(kind):
 def test_a_saddle_is_refused_with_given_step_sizes_too():
     with pytest.raises(bl.BilevelError, match="SOBA needs a convex inner problem"):
         Counted(scale=-1.0).solve(bl.SOBA(**FIXED))
+
+
+@pytest.mark.parametrize("kind", [bl.SOBA, bl.AmIGO])
+def test_default_step_sizes_follow_a_lam_that_makes_the_inner_objective_steeper(kind):
+    """Penalties of features that do not help grow without end, and with them the curvature of L."""
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(*shape, generator=generator).double() for shape in ((100, 10), (100,)))
+    y = x[:, :3].sum(1) + 3 * noise
+
+    def error(w, data):
+        return ((data[0] @ w - data[1]) ** 2).mean()
+
+    problem = bl.Problem(
+        lambda w, lam, data: error(w, data) + (lam.exp() * w**2).sum(),
+        lambda w, lam, data: error(w, data),
+        torch.zeros_like,
+    )
+    train, val = (x[:50], y[:50]), (x[50:], y[50:])
+    task = bl.Task(bl.Minibatches(train, 10), bl.Minibatches(val, 10))
+    start = torch.full((10,), -3.0).double()
+    found = bl.solve(problem, start, task, algorithm=kind(), iterations=40, progress=False)
+    limit = {"dynamics": bl.GradientDescent(0.01), "steps": 1, "method": bl.Implicit(newton=1e-8)}
+    before, after = (
+        float(bl.hypergradient(problem, lam, bl.Task(train, val), **limit).value) for lam in (start, found.outer)
+    )
+    assert found.outcome.kind == "finished" and after < 0.9 * before
+    diverged = bl.solve(problem, start, task, algorithm=kind(inner_lr=0.1), iterations=400, progress=False).outcome
+    assert diverged.kind == "diverged" and "at the last λ; at the start it was" in str(diverged)

@@ -15,7 +15,7 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.algorithms.draws import BatchSource, Draws
-from bilevel.algorithms.step_sizes import Probe, neumann_terms
+from bilevel.algorithms.step_sizes import STEEPER, Probe, neumann_terms
 from bilevel.distributed import current_world
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Stats
@@ -69,7 +69,9 @@ class SingleLoop(Algorithm):
     Args:
         inner_lr: the step size of w and v: a number, a function of the iteration k = 0, 1, …, or None for 1/ν, with the
             largest curvature ν of the inner objective on eight batches, falling with k where the algorithm needs that.
-        outer_lr: the step size of λ, likewise; None estimates the largest stable one at the start, and takes half.
+        outer_lr: the step size of λ, likewise; None estimates the largest stable one at the start, and takes half. If
+            both are None, they are chosen again where λ has made the inner objective steeper, and a step of λ is no
+            longer than the distance over which its curvature grows by half.
         compiled: compile the derivatives. It takes about half a minute and needs a C++ compiler.
         seed: of the random integers that the algorithm draws.
     """
@@ -172,6 +174,8 @@ class _SingleLoopRun:
     k: int = 0
     chosen: dict[str, float] = field(default_factory=dict)
     memory: Memory = field(default_factory=dict)
+    # The chosen step sizes are used for λ whose components are at most `chosen["radius"]` away from here.
+    centre: Tensor | None = None
 
     @classmethod
     def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _SingleLoopRun:
@@ -217,6 +221,35 @@ class _SingleLoopRun:
         if algorithm.outer_lr is None:
             self.chosen["outer"] = algorithm.outer_step(probe, self.rates(0).inner)
 
+    def shortened(self, move: Move) -> Move:
+        """The move, with a step of λ that does not leave the neighbourhood in which the step sizes are stable."""
+        before = self.point.lam
+        step = move.point.lam - before
+        length = float(step.abs().max())
+        if not 0 < length < math.inf:
+            return move
+        if self.centre is None:
+            self.recentre(4 * length)
+        if length <= self.chosen["radius"]:
+            return move
+        lam = before + self.chosen["radius"] / length * step
+        return move._replace(point=replace(move.point, lam=lam))
+
+    def recentre(self, most: float) -> None:
+        """Choose step sizes again if L is steeper here than where they were chosen, and find how far λ may move."""
+        probe, before = self.probe(self.point), self.chosen
+        nu = probe.steepness(self.point.lam)
+        steeper = nu / before.setdefault("steepness", nu)
+        if steeper > STEEPER**0.5:
+            try:
+                self.choose()
+            except BilevelError:
+                # There is no curvature to choose by. Shorter steps are stable.
+                self.chosen = before | {name: before[name] / steeper for name in ("inner", "outer", "eta")}
+            self.chosen["steepness"] = nu
+        self.centre = self.point.lam
+        self.chosen["radius"] = probe.radius(most, STEEPER * self.chosen["steepness"])
+
     def probe(self, at: Triple) -> Probe:
         # Compiling takes longer than these few products.
         plain, name = replace(self.at, compiled=False), type(self.algorithm).__name__
@@ -254,10 +287,17 @@ class _SingleLoopRun:
         self.outer.report(at.lam.tree(self.point.lam), result, norm)
 
     def accept(self, move: Move) -> None:
+        automatic = self.algorithm.inner_lr is None and self.algorithm.outer_lr is None
+        if automatic:
+            move = self.shortened(move)
         self.point, self.memory, self.k = move.point, move.memory, self.k + 1
         if self.outer.constraint is not None:
             lam = self.at.lam.vector(self.outer.constraint.project(self.at.lam.tree(self.point.lam)))
             self.point = replace(self.point, lam=lam)
+        if automatic and self.centre is not None:
+            distance, radius = float((self.point.lam - self.centre).abs().max()), self.chosen["radius"]
+            if radius < distance < math.inf:
+                self.recentre(4 * radius)
 
     def explain(self) -> NoReturn:
         """Raise the error that names the step size that is too large."""
@@ -274,6 +314,13 @@ class _SingleLoopRun:
                 "leave it out."
             )
         limit = 2 * self.algorithm.outer_step(probe, rates.inner)
+        last, here = self.rates().inner, probe.steepness(self.point.lam)
+        if rates.outer <= limit and last >= 2 / here:
+            raise DivergenceError(
+                f"{where} inner_lr = {last:.3g} lies above 2/ν = {2 / here:.3g}, where ν = {here:.3g} is the largest "
+                f"curvature of the inner objective at the last λ; at the start it was {nu:.3g}. Pass a smaller "
+                "outer_lr, or a constraint that keeps λ from there; or leave both step sizes out, and they follow λ."
+            )
         relation = "lies above" if rates.outer > limit else "does not lie above"
         raise DivergenceError(
             f"{where} outer_lr = {rates.outer:.3g} {relation} {limit:.3g}, the largest stable step of λ as estimated "
@@ -289,12 +336,14 @@ class _SingleLoopRun:
             "point": _plain(self.point),
             "memory": memory,
             "chosen": dict(self.chosen),
+            "centre": self.centre,
             "example": example,
         }
 
     def load(self, saved: Tree) -> None:
         self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), _restored(saved["point"])
         self.memory = {name: _restored(value) for name, value in saved["memory"].items()}
+        self.centre = saved["centre"]
 
 
 def _warn_of_idle_processes(algorithm: SingleLoop, parts: int) -> None:

@@ -22,6 +22,10 @@ from bilevel.trees import Tree
 PRODUCTS, SOLVE, POWER = 30, 20, 6
 # The fraction of the largest stable outer step that is taken, because curvatures are underestimated by some per cent.
 FRACTION = 0.5
+# Products with the Hessian of one batch, to compare the curvature of L at several λ.
+FEW = 10
+# While λ moves, the curvature of L may exceed the one for which step sizes were chosen by this factor.
+STEEPER = 1.5
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,22 @@ class Probe:
                 f"{largest:.3g}). Pass outer_lr=…, a step size for λ."
             )
         return FRACTION / largest
+
+    def steepness(self, lam: Tensor) -> float:
+        """The largest curvature of L on the first batch, for another λ; ∞ if it cannot be computed there."""
+        w, batch = self.begin.w, self.train[0]
+        if not bool(torch.isfinite(self._product(w, lam, batch, torch.ones_like(w))).all()):
+            return math.inf
+        return lanczos(_operator(partial(self._product, w, lam, batch)), w, FEW).largest
+
+    def radius(self, most: float, limit: float) -> float:
+        """How far all components of λ may move together, at most `most`, while the steepness of L is below a limit."""
+        lam = self.begin.lam
+        for _ in range(30):
+            if max(self.steepness(lam + most), self.steepness(lam - most)) <= limit:
+                break
+            most /= 4
+        return most
 
     def outer_curvature(self) -> float:
         """The largest curvature of E in w on a batch at the start, by differences of its gradients; at least 0."""
