@@ -64,3 +64,17 @@ def test_the_same_data_for_both_is_refused():
             bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, train, holdout=holdout, steps=2, iterations=1)
         with refused("not data"):
             bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, (*train, train[1]), holdout=holdout, steps=2)
+
+
+def test_examples_that_train_and_val_share_are_warned_of():
+    train, val = data()
+    mixed = tuple(torch.cat([a[:20], b[20:]]) for a, b in zip(train, val, strict=True))
+    with pytest.warns(BilevelWarning, match=f"20 of {len(mixed[0])} examples of val are in train too"):
+        bl.tune(network(), F.cross_entropy, WeightDecay(0.1), train, mixed, steps=2, iterations=1)
+
+
+def test_data_that_repeat_themselves_are_not_warned_of():
+    """The suite turns warnings into errors."""
+    train, _ = data()
+    few = tuple(part[:4].repeat(len(part) // 4, *[1] * (part.ndim - 1)) for part in train)
+    bl.tune(network(), F.cross_entropy, WeightDecay(0.1), few, tuple(p[:8] for p in train), steps=2, iterations=1)

@@ -50,8 +50,8 @@ def test_attention_and_recurrence_are_differentiated_through_training(kind):
     """Fused attention kernels have no second derivative, which the hypergradient needs."""
     torch.manual_seed(0)
     x = torch.randint(6, (12, 5))
-    job = prepare(kind(), F.cross_entropy, [WeightDecay(0.01), LearningRate(0.2)], (x, x[:, 0] // 3), (x, x[:, 1] // 3),
-                  steps=3)  # fmt: skip
+    train, val = (x, x[:, 0] // 3), (x.roll(1, 1), x[:, 1] // 3)
+    job = prepare(kind(), F.cross_entropy, [WeightDecay(0.01), LearningRate(0.2)], train, val, steps=3)
     report = check_problem(job.problem, job.space.lam, job.task, dynamics=job.dynamics, steps=job.steps)
     assert report.differences < 1e-6
 

@@ -307,44 +307,6 @@ def shown_by(loader: DataLoader[Any], seed: int) -> list[int]:
     return sorted(itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in chosen))
 
 
-def refuse_same_data(train: Any, val: Any, seed: int) -> None:
-    """Raise an error if train and val are one object, equal pairs, or loaders that show the same examples."""
-    loaders = [DataLoader(one) if isinstance(one, Dataset) else one for one in (train, val)]
-    same = train is val
-    if all(isinstance(one, DataLoader) for one in loaders):
-        same = loaders[0].dataset is loaders[1].dataset and shown_by(loaders[0], seed) == shown_by(loaders[1], seed)
-    elif all(isinstance(one, (tuple, list)) for one in loaders):
-        same = len(train) == len(val) and all(_equal(a, b) for a, b in zip(train, val, strict=True))
-    if same:
-        raise BilevelError(
-            "train and val are the same data. Hyperparameters are tuned for a small loss on val after training on "
-            "train; on the same examples they would be tuned to overfit. Hold some examples out for val: "
-            "task = bilevel.holdout((inputs, targets), 0.3), then train=task.train, val=task.val."
-        )
-
-
-def refuse_other_columns(train: Any, val: Any) -> None:
-    """Raise an error if train and val have DataFrames whose columns differ: a model knows columns by position only."""
-    for one, other in zip(trees.leaves(train), trees.leaves(val), strict=False):
-        names, others = (list(getattr(table, "columns", ())) for table in (one, other))
-        if names and others and names != others:
-            first = next(pair for pair in itertools.zip_longest(names, others) if pair[0] != pair[1])
-            raise BilevelError(
-                f"The columns of train and val are not the same: where train has {first[0]!r}, val has {first[1]!r}. A "
-                "model knows columns by their position only. Pass val[train.columns], or arrays without names."
-            )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two arrays or tensors are one object or have the same entries; other things are compared as objects."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        dense = one.layout is other.layout is torch.strided
-        return one is other or (dense and one.device == other.device and torch.equal(one, other))
-    if hasattr(one, "__array__") and hasattr(other, "__array__"):
-        return one is other or np.array_equal(np.asarray(one), np.asarray(other))
-    return one is other
-
-
 def _positions(chosen: Any) -> Any:
     """A sampler's item as an int (the position of an example) or a list of ints (those of a batch)."""
     if hasattr(chosen, "tolist"):

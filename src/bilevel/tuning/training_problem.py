@@ -28,8 +28,6 @@ from bilevel.tuning.batches import (
     Batch,
     RepeatedBatch,
     ReplayedLoader,
-    refuse_other_columns,
-    refuse_same_data,
     training_data,
     whole_batch,
 )
@@ -40,6 +38,7 @@ from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.roles.example_weight import ExampleWeight
 from bilevel.tuning.setup import Setup
 from bilevel.tuning.space import Space, declared_in
+from bilevel.tuning.train_and_val import compare_data, warn_of_shared_examples
 
 Weights = dict[str, Tensor]
 Lam = dict[str, Tree]
@@ -283,8 +282,9 @@ def prepare(
     declared, network = declared_in(hyperparameters), Network(model)
     data = training_data(train, seed, network.like, steps)
     validation = whole_batch(val, seed, network.like, "val")
-    refuse_same_data(train, val, seed)
-    refuse_other_columns(train, val)
+    compare_data(train, val, seed)
+    if isinstance(data, Batch):
+        warn_of_shared_examples(data, validation)
     per_example = any(one.per_example for one in declared)
     losses = model_losses(loss, per_example)
     validation_loss = _validation_loss(losses, loss, val_loss)

@@ -16,7 +16,7 @@ from bilevel.engine.method import Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.outer_loop import Iteration, solve
 from bilevel.problem import Task
-from bilevel.tuning.batches import Batch, ReplayedLoader, refuse_other_columns, refuse_same_data
+from bilevel.tuning.batches import Batch, ReplayedLoader
 from bilevel.tuning.gap import find_gap
 from bilevel.tuning.holdout import evaluate_held_out, split_validation
 from bilevel.tuning.network import Network
@@ -25,6 +25,7 @@ from bilevel.tuning.randomness import derived_seed
 from bilevel.tuning.result import Tuned
 from bilevel.tuning.roles.base import Hyperparameter
 from bilevel.tuning.space import Space, as_array
+from bilevel.tuning.train_and_val import compare_data
 from bilevel.tuning.training_problem import TrainingProblem, prepare
 
 # The history keeps hyperparameters with at most this many entries.
@@ -160,8 +161,7 @@ def tune(
     if holdout is not None:
         if validation != "whole":
             raise BilevelError("holdout= splits the whole validation set. Pass validation='whole' with it.")
-        refuse_same_data(train, val, seed)
-        refuse_other_columns(train, val)
+        compare_data(train, val, seed)
         val, held_out = split_validation(val, holdout, Network(model).like, seed)
     job = prepared(train, val)
     space = job.space
