@@ -63,6 +63,16 @@ def test_a_saddle_is_refused_with_given_step_sizes_too():
         Counted(scale=-1.0).solve(bl.SOBA(**FIXED))
 
 
+def test_what_is_no_step_size_is_refused():
+    for given, said in (("0.1", "not a step size"), (0, "inner_lr=0 is"), (float("nan"), "not a step size")):
+        with pytest.raises(bl.BilevelError, match=said):
+            bl.SOBA(inner_lr=given)
+    schedules = ((lambda: 0.1, "takes 0 positional"), (lambda k: -0.1, "-0.1 at k = 0"), (lambda k: None, "NoneType"))
+    for schedule, said in schedules:
+        with pytest.raises(bl.BilevelError, match=f"outer_lr.*{said}"):
+            Counted().solve(bl.SOBA(inner_lr=0.1, outer_lr=schedule))
+
+
 @pytest.mark.parametrize("kind", [bl.SOBA, bl.AmIGO])
 def test_default_step_sizes_follow_a_lam_that_makes_the_inner_objective_steeper(kind):
     """Penalties of features that do not help grow without end, and with them the curvature of L."""

@@ -35,6 +35,15 @@ class TestASecondCall:
         with refused("not a pure function of t"):
             ask(problem, task=bl.Task(lambda t: (x[(i := next(calls) % 8) : i + 4], y[i : i + 4]), data(4)))
 
+    def test_a_loader_in_place_of_a_batch(self):
+        rows = torch.utils.data.TensorDataset(*data(12))
+        loader = torch.utils.data.DataLoader(rows, 4)
+        for given in (loader, rows, iter(loader)):
+            with refused(f"task.train is a {type(given).__name__}", "Minibatches", "tune"):
+                ask(ridge(), task=bl.Task(given, data(4)))
+        with refused("task.val is a DataLoader", "Minibatches"):
+            bl.solve(ridge(), torch.zeros(3).double(), bl.Task(data(12), loader), algorithm=bl.SOBA())
+
     def test_a_sampler_that_cycles_through_two_batches(self):
         batches = itertools.cycle([data(5), data(4)])
         with refused("not a pure function of t"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.algorithms.draws import BatchSource, Draws
-from bilevel.algorithms.step_sizes import STEEPER, Probe, neumann_terms
+from bilevel.algorithms.step_sizes import STEEPER, Probe, neumann_terms, step_size
 from bilevel.distributed import current_world
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Stats
@@ -105,8 +105,8 @@ class SingleLoop(Algorithm):
     def __post_init__(self) -> None:
         for name in ("inner_lr", "outer_lr"):
             size = getattr(self, name)
-            if size is not None and not callable(size) and not 0 < size < math.inf:
-                raise BilevelError(f"{name}={size!r} is not a step size; pass a number > 0, a function of k, or None.")
+            if size is not None and not callable(size):
+                step_size(name, size, 0)
         for name in self.counts:
             number, optional = getattr(self, name), type(self).__dataclass_fields__[name].default is None
             if not (number is None and optional) and (
@@ -267,7 +267,7 @@ class _SingleLoopRun:
             if given is None:
                 sizes.append(self.chosen[name] * (1 + k / DELAY) ** -exponent)
             else:
-                sizes.append(given(k) if callable(given) else given)
+                sizes.append(step_size(f"{name}_lr", given, k))
         eta = self.chosen["eta"] * (1 + k / DELAY) ** -self.algorithm.eta_exponent
         return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), eta)
 

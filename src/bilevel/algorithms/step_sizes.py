@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,6 +168,21 @@ def neumann_terms(mu: float, nu: float, accuracy: float = 1e-3, most: int = 1000
     if not mu > 0:
         return most
     return max(2, min(most, math.ceil(math.log(accuracy) / math.log1p(-min(mu / nu, 0.999)))))
+
+
+def step_size(name: str, given: Any, k: int) -> float:
+    """The step size at iteration k, of a number or a function of k. A schedule may end at 0."""
+    try:
+        value = given(k) if callable(given) else given
+        size = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError) as error:
+        raise BilevelError(
+            f"{name}={given!r} is not a step size; pass a number > 0, a function of k, or None. ({error})"
+        ) from error
+    if not 0 <= size < math.inf or (size == 0 and not callable(given)):
+        said = f" is {size:g} at k = {k}, which" if callable(given) else f"={given!r}"
+        raise BilevelError(f"{name}{said} is not a step size; pass a number > 0, a function of k, or None.")
+    return size
 
 
 def _is_saddle(smallest: float, largest: float) -> bool:

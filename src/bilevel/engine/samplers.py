@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from inspect import isfunction
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from bilevel import trees
 from bilevel.engine.graphs import reached
@@ -27,6 +29,7 @@ def check_task(task: Any) -> None:
             "such as task.val(1); solve(...) draws another batch in every hyperiteration."
         )
     for name, tree in (("train", task.train), ("val", task.val)):
+        refuse_loader(name, tree)
         for index, leaf in enumerate(trees.leaves(tree)):
             if isinstance(leaf, Tensor) and leaf.numel() == 0:
                 where = trees.paths(tree)[index]
@@ -34,6 +37,16 @@ def check_task(task: Any) -> None:
                     f"The task is empty: task.{name}{where} has shape {list(leaf.shape)}, with no examples. Pass at "
                     "least one."
                 )
+
+
+def refuse_loader(name: str, given: Any) -> None:
+    """Refuse a loader, a data set or an iterator in the place of a batch or of a function."""
+    if isinstance(given, (DataLoader, Dataset, Iterator)) and not callable(given):
+        raise BilevelError(
+            f"task.{name} is a {type(given).__name__}, but steps are replayed, so that batches must be drawn by their "
+            "number. Pass all the data as tensors, bilevel.Minibatches((inputs, targets), size), or a pure function "
+            "of the number that returns a batch. tune(...) takes loaders and data sets."
+        )
 
 
 def check_sampler(process: Process) -> None:
@@ -69,6 +82,7 @@ def check_draws(name: str, sampler: Any, count: int | None = None) -> None:
     `count` is the number of different batches, where it is known.
     """
     if not callable(sampler):
+        refuse_loader(name, sampler)
         return
     numbers = (1, 2, 3, 5, 8, 13)
     drawn = [call_user(f"task.{name}", sampler, number) for number in numbers]
