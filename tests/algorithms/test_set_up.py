@@ -99,3 +99,35 @@ def test_default_step_sizes_follow_a_lam_that_makes_the_inner_objective_steeper(
     assert found.outcome.kind == "finished" and after < 0.9 * before
     diverged = bl.solve(problem, start, task, algorithm=kind(inner_lr=0.1), iterations=400, progress=False).outcome
     assert diverged.kind == "diverged" and "at the last λ; at the start it was" in str(diverged)
+
+
+def _ridge(x, y):
+    def error(w, data):
+        return ((data[0] @ w - data[1]) ** 2).mean()
+
+    problem = bl.Problem(
+        lambda w, lam, data: error(w, data) + (lam.exp() * w**2).sum(),
+        lambda w, lam, data: error(w, data),
+        torch.zeros_like,
+    )
+    return problem, bl.Task(bl.FixedBatches((x[:120], y[:120]), 5), bl.FixedBatches((x[120:], y[120:]), 5))
+
+
+@pytest.mark.parametrize("row", [0, 119])
+def test_data_that_are_not_finite_are_named(row):
+    """In one of the batches that step sizes are chosen from, and in a batch that is drawn later."""
+    x = torch.randn(160, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1)
+    x[row, 1] = float("nan")
+    problem, task = _ridge(x, y)
+    found = bl.solve(problem, torch.zeros(3), task, algorithm=bl.SOBA(), iterations=60, progress=False)
+    assert found.outcome.kind == "diverged" and "The data of train, " in str(found.outcome)
+
+
+def test_step_sizes_are_chosen_in_half_precision():
+    x = torch.randn(160, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    problem, task = _ridge(x, x.sum(1))
+    start = torch.zeros(3, dtype=torch.bfloat16)
+    found = bl.solve(problem, start, task, algorithm=bl.SOBA(), iterations=20, progress=False)
+    assert found.outcome.kind == "finished" and found.outer.dtype is torch.bfloat16
+    assert found.history["value"][-1] < found.history["value"][0]

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from bilevel.engine.diagnosis import refuse_non_finite_data
 from bilevel.tasks.fixed_batches import FixedBatches
 from bilevel.tasks.shards import ShardedSampler
 from bilevel.trees import Tree
@@ -14,12 +15,16 @@ from bilevel.trees import Tree
 class BatchSource:
     """One side of a task: a sampler, batches that stay the same, or one batch for all draws.
 
+    Args:
+        given: a sampler, or a batch.
+        name: what errors call it.
+
     Attributes:
         count: the number of batches in a fixed set; None if new batches are drawn without end.
     """
 
-    def __init__(self, given: Any) -> None:
-        self.given, self.sampler = given, callable(given)
+    def __init__(self, given: Any, name: str) -> None:
+        self.given, self.name, self.sampler = given, name, callable(given)
         self.whole = given.source if isinstance(given, ShardedSampler) else given
         self.fixed = isinstance(self.whole, FixedBatches)
         self.count: int | None = len(self.whole) if self.fixed else None if self.sampler else 1
@@ -35,10 +40,18 @@ class BatchSource:
         return self.given(t) if self.sampler else self.given
 
     def some(self, most: int) -> list[Tree]:
-        """All batches, or the first `most` draws."""
-        if self.count is not None:
-            return [self[index] for index in range(min(self.count, most))]
-        return [self(t) for t in range(1, most + 1)]
+        """All batches, or the first `most` draws. Entries that are NaN or infinite are refused."""
+        if self.count is None:
+            return [self.finite(t) for t in range(1, most + 1)]
+        found = [self[index] for index in range(min(self.count, most))]
+        for index, batch in enumerate(found):
+            refuse_non_finite_data(f"{self.name}, batch {index}", batch)
+        return found
+
+    def finite(self, t: int) -> Tree:
+        """The batch of draw t. Entries that are NaN or infinite are refused."""
+        refuse_non_finite_data(f"{self.name}, draw {t}", self(t))
+        return self(t)
 
     def all(self) -> list[Tree]:
         return [self[index] for index in range(self.count or 0)]
@@ -64,6 +77,12 @@ class Draws:
     def __post_init__(self) -> None:
         self._inner, self._outer = (self.k * count for count in self.per_iteration)
         self._integers = 0
+
+    def refuse_non_finite(self) -> None:
+        """Raise an error if one of the batches has an entry that is NaN or infinite."""
+        for source, count in zip((self.train, self.val), self.per_iteration, strict=True):
+            for t in range(self.k * count + 1, (self.k + 1) * count + 1):
+                source.finite(t)
 
     def inner(self) -> Tree:
         """The next batch of training data."""

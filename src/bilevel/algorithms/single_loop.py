@@ -181,10 +181,10 @@ class _SingleLoopRun:
     def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _SingleLoopRun:
         """Check the arguments once, and choose the step sizes that were not given."""
         assert outer.task is not None and outer.process is not None, "solve passes both"
-        train, val = BatchSource(outer.task.train), BatchSource(outer.task.val)
+        train, val = BatchSource(outer.task.train, "train"), BatchSource(outer.task.val, "val")
         algorithm.check_data(train, val)
-        for name, source in (("train", train), ("val", val)):
-            check_draws(name, source.given, source.count)
+        for source in (train, val):
+            check_draws(source.name, source.given, source.count)
         lam = outer.lam if outer.saved is None else outer.saved["example"]
         # An example for the checks: the first shard of a batch that is cut into shards.
         first = [source(1) for source in (train, val)]
@@ -301,6 +301,7 @@ class _SingleLoopRun:
 
     def explain(self) -> NoReturn:
         """Raise the error that names the step size that is too large."""
+        self.draw().refuse_non_finite()
         name, rates = type(self.algorithm).__name__, self.rates(0)
         start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
         probe = self.probe(start)

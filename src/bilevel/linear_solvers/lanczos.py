@@ -53,7 +53,8 @@ def lanczos(operator: Operator, like: Tensor, products: int = 200, seed: int = 3
     complete = complete or len(diagonal) == size
     betas = torch.stack(off[:-1]) if len(off) > 1 else like.new_zeros(0)
     tridiagonal = torch.diag(torch.stack(diagonal)) + torch.diag(betas, 1) + torch.diag(betas, -1)
-    values, vectors = torch.linalg.eigh(tridiagonal)
-    residuals = torch.zeros_like(values) if complete else off[-1] * vectors[-1].abs()
+    # In double precision, because torch has no eigenvalues of matrices in half precision.
+    values, vectors = torch.linalg.eigh(tridiagonal.double())
+    residuals = torch.zeros_like(values) if complete else off[-1].double() * vectors[-1].abs()
     smallest, largest = float(values[0] - residuals[0]), float(values[-1] + residuals[-1])
     return Spectrum(smallest, largest, complete, len(diagonal), float(values[0]))

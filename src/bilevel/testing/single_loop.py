@@ -177,7 +177,7 @@ class _Setting:
         w, v = torch.randn(2, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         point = Triple(w, v, lam["x"])
         rates = Rates(0.2, 0.3, getattr(algorithm, "terms", None) or 3, 0.25)
-        train, val = BatchSource(FixedBatches(data.train, size)), BatchSource(FixedBatches(data.val, size))
+        train, val = (BatchSource(FixedBatches(getattr(data, name), size), name) for name in ("train", "val"))
         return cls(algorithm, at, point, algorithm.begin(at, point, train, val), rates, train, val)
 
     def outcomes(self, point: Triple, memory: Memory, k: int) -> Iterator[tuple[float, Move]]:
