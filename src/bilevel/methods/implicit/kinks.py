@@ -60,7 +60,8 @@ def refuse_kink(
             f"{square**0.5:.2g}. If the minimiser lies at the kink, it moves with it, which second derivatives do not "
             "show. Write the term with the kink (an absolute value, a hinge, a maximum) as the penalty of a proximal "
             "dynamics, such as ISTA(lr, L1(…)); or make it smooth; or use Reverse(), which differentiates the steps. "
-            "If only the steps are too few, take more of them."
+            "If only the steps are too few, take more of them; or pass Implicit(check_kinks=False) if an approximation "
+            "is enough, as for a network with ReLUs."
         )
 
 

@@ -61,6 +61,8 @@ class Implicit(Method):
             symmetric positive definite map, such as a Cholesky factor of the Hessian on some of the rows. It is called
             once per hypergradient, at w_T, and used in Newton's method and in the linear system. A poor one costs more
             products, but no accuracy.
+        check_kinks: refuse a w_T beside a kink of L. Pass False if an approximation is enough, as for a network with
+            ReLUs that is trained for a few steps: there are kinks everywhere, and the minimiser is at none of them.
 
     Both tolerances may be large while λ is far from the solution: `solve` takes a function of the hyperiteration, as in
     `method=lambda k: Implicit(CG(tol=0.1 * 0.9**k), newton=0.1 * 0.9**k)`. With `start="warm"` both solvers start from
@@ -83,6 +85,7 @@ class Implicit(Method):
     condition: Literal["auto", "fixed-point"] = "auto"
     newton: float | None = None
     preconditioner: Preconditioner | None = None
+    check_kinks: bool = True
     exact: ClassVar[bool] = False
     sees_dynamics: ClassVar[bool] = False
 
@@ -160,7 +163,8 @@ class Implicit(Method):
         if symmetric:
             slope = trees.to_vector(form).detach()
             refuse_other_limits(process, state[0], slope)
-            refuse_kink(_slope_at(process, state), trees.to_vector(points).detach(), slope, operator.matvec)
+            if self.check_kinks:
+                refuse_kink(_slope_at(process, state), trees.to_vector(points).detach(), slope, operator.matvec)
         declared = process.problem.fixed_point is not None
         solver = self.solver or (CG() if symmetric else GMRES() if declared else FixedPoint())
         if process.adjoint is not None and process.adjoint.shape != b.shape:
