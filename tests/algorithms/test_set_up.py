@@ -73,21 +73,21 @@ def test_what_is_no_step_size_is_refused():
             Counted().solve(bl.SOBA(inner_lr=0.1, outer_lr=schedule))
 
 
+def _error(w, lam, data):
+    return ((data[0] @ w - data[1]) ** 2).mean()
+
+
+# Ridge regression with a penalty for each feature.
+RIDGE = bl.Problem(lambda w, lam, data: _error(w, lam, data) + (lam.exp() * w**2).sum(), _error, torch.zeros_like)
+
+
 @pytest.mark.parametrize("kind", [bl.SOBA, bl.AmIGO])
 def test_default_step_sizes_follow_a_lam_that_makes_the_inner_objective_steeper(kind):
     """Penalties of features that do not help grow without end, and with them the curvature of L."""
     generator = torch.Generator().manual_seed(0)
     x, noise = (torch.randn(*shape, generator=generator).double() for shape in ((100, 10), (100,)))
     y = x[:, :3].sum(1) + 3 * noise
-
-    def error(w, data):
-        return ((data[0] @ w - data[1]) ** 2).mean()
-
-    problem = bl.Problem(
-        lambda w, lam, data: error(w, data) + (lam.exp() * w**2).sum(),
-        lambda w, lam, data: error(w, data),
-        torch.zeros_like,
-    )
+    problem = RIDGE
     train, val = (x[:50], y[:50]), (x[50:], y[50:])
     task = bl.Task(bl.Minibatches(train, 10), bl.Minibatches(val, 10))
     start = torch.full((10,), -3.0).double()
@@ -102,15 +102,7 @@ def test_default_step_sizes_follow_a_lam_that_makes_the_inner_objective_steeper(
 
 
 def _ridge(x, y):
-    def error(w, data):
-        return ((data[0] @ w - data[1]) ** 2).mean()
-
-    problem = bl.Problem(
-        lambda w, lam, data: error(w, data) + (lam.exp() * w**2).sum(),
-        lambda w, lam, data: error(w, data),
-        torch.zeros_like,
-    )
-    return problem, bl.Task(bl.FixedBatches((x[:120], y[:120]), 5), bl.FixedBatches((x[120:], y[120:]), 5))
+    return RIDGE, bl.Task(bl.FixedBatches((x[:120], y[:120]), 5), bl.FixedBatches((x[120:], y[120:]), 5))
 
 
 @pytest.mark.parametrize("row", [0, 119])
