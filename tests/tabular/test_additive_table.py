@@ -130,9 +130,3 @@ def test_penalties_of_linear_models_are_refused():
         TuneSettings("y", model="additive", penalty="shared")
     with pytest.raises(BilevelError, match="--group is for linear models"):
         TuneSettings("y", model="additive", group=("prefix",))
-
-
-def test_rows_that_belong_together_are_told(tmp_path):
-    path = flats(tmp_path / "flats.csv", person=[i // 4 for i in range(80)])
-    study = tune(read_table(path), TuneSettings("price", groups="person", **QUICK))
-    assert any("tunes its penalties by leaving out single rows" in note for note in study.notes)

@@ -11,6 +11,7 @@ from bilevel.tabular.model import field_notes
 from bilevel.tabular.preparing import used_table
 from bilevel.tabular.reading import read_table
 from bilevel.tabular.settings import TuneSettings
+from bilevel.tabular.study import tune
 
 FLATS = {"target": "price", "one_hot": True, "drop": ("weight",)}
 
@@ -322,3 +323,12 @@ def test_with_time_models_see_the_past_only(tmp_path):
     for train, test in next(iter(found.splits.outer(1))):
         assert train.max() < test.min()
         assert all(train[one].max() < train[other].min() for one, other in found.splits.inner(train))
+
+
+@pytest.mark.parametrize("special", ["groups", "time"])
+def test_additive_models_are_tuned_on_the_folds_of_groups_and_time(tmp_path, special):
+    column = [f"o{i // 4}" for i in range(80)] if special == "groups" else list(range(80))
+    path = flats(tmp_path / "flats.csv", special=column)
+    study = tune(read_table(path), TuneSettings(**FLATS, **{special: "special"}, model="additive", repeats=1))
+    model = study.model.pipeline[-1]
+    assert "5 folds" in model.method_ and model.cv == 5

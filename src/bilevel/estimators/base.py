@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.metrics import check_scoring
-from sklearn.utils import check_consistent_length
+from sklearn.utils import _safe_indexing, check_consistent_length
 from sklearn.utils.extmath import safe_sparse_dot
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
@@ -40,7 +40,7 @@ CERTIFICATE_TOL = 1e-10
 LARGEST = 1e70
 # Up to this size of a table, the certificate and the standard deviations are computed on first use, because on small
 # tables they take longer than the fit. The estimator keeps the table until then.
-DEFERRED_BYTES = 3e7
+DEFERRED_BYTES = 1e8
 
 ARGUMENTS = """Args:
         penalty: "shared" for one penalty, "per-feature" for one per feature, or an array with the group of every
@@ -98,9 +98,10 @@ class TunedModel:
 
 
 class ScoringMixin:
-    """A `score` that uses `scoring`. Without `scoring`, the next class of the MRO defines the score."""
+    """`score` and `cv_score_` by `scoring`. Without `scoring`, the next class of the MRO defines the score."""
 
     scoring: Any
+    _scores: Callable[[Any], Array]
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """The score of the predictions for X. Without `scoring`: R², D² (log link) or accuracy (classes)."""
@@ -108,6 +109,22 @@ class ScoringMixin:
             return float(super().score(X, y, sample_weight=sample_weight))  # type: ignore[misc]
         weights = {} if sample_weight is None else {"sample_weight": sample_weight}
         return float(check_scoring(self, scoring=self.scoring)(self, X, y, **weights))
+
+    def _set_cv_score(self, held_out: HeldOutScores, X: Any, y: Array, sample_weight: Any) -> None:
+        """Set `cv_score_` from the predictions for held-out rows."""
+        if self.scoring is None:
+            # An earlier fit may have set it.
+            self.__dict__.pop("cv_score_", None)
+            return
+        scorer, fold_scores = check_scoring(self, scoring=self.scoring), []
+        for rows, scores in held_out:
+            # A copy of this estimator that returns the fold's predictions for these rows.
+            fold = object.__new__(type(self))
+            fold.__dict__.update(self.__dict__)
+            fold._scores = lambda X, scores=scores: scores  # type: ignore[misc]
+            weights = {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
+            fold_scores.append(scorer(fold, _safe_indexing(X, rows), y[rows], **weights))
+        self.cv_score_ = np.array(fold_scores)
 
 
 class TunedEstimator(BaseEstimator):
@@ -355,22 +372,6 @@ class BilevelEstimator(TunedEstimator):
         certificate = certify(table.problem, lam, task, start=w, **settings)
         # The certificate must not keep the data, and must be picklable.
         return replace(certificate, search=None)
-
-    def _set_cv_score(self, held_out: HeldOutScores, X: Any, y: Array, sample_weight: Any) -> None:
-        """Set `cv_score_` from the predictions for held-out rows."""
-        if self.scoring is None:
-            # An earlier fit may have set it.
-            self.__dict__.pop("cv_score_", None)
-            return
-        scorer, fold_scores = check_scoring(self, scoring=self.scoring), []
-        for rows, scores in held_out:
-            # A copy of this estimator that returns the fold's predictions for these rows.
-            fold = object.__new__(type(self))
-            fold.__dict__.update(self.__dict__)
-            fold._scores = lambda X, scores=scores: scores  # type: ignore[method-assign, misc]
-            weights = {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
-            fold_scores.append(scorer(fold, X[rows], y[rows], **weights))
-        self.cv_score_ = np.array(fold_scores)
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -53,6 +53,19 @@ class Folds:
         """The weight of the validation rows of all folds. A row of two folds counts twice."""
         return float(self.val_weights().sum())
 
+    def of_rows(self, rows: Array) -> Folds:
+        """The folds of some of the rows. Refuses folds that none of these rows train or evaluate."""
+        part = Folds(self.cell[rows], self.train, self.val, self.weight[rows])
+        part.refuse_empty()
+        return part
+
+    def refuse_empty(self) -> None:
+        for empty in np.flatnonzero((self.train_weights().sum(1) <= 0) | (self.val_weights().sum(1) <= 0)):
+            raise BilevelError(
+                f"Fold {empty} of cv has no row with a positive sample weight to train on, or none to be evaluated on. "
+                "Pass fewer folds, or positive weights for more rows."
+            )
+
     def train_weights(self) -> Array:
         """The weight of every row in the training of each fold, of shape (K, rows)."""
         return self.train[:, self.cell] * self.weight
@@ -104,11 +117,7 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
         )
     signatures, cell = np.unique(np.vstack([train_mask, val_mask]).T, axis=0, return_inverse=True)
     folds = Folds(cell.reshape(-1), signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
-    for empty in np.flatnonzero((folds.train_weights().sum(1) <= 0) | (folds.val_weights().sum(1) <= 0)):
-        raise BilevelError(
-            f"Fold {empty} of cv={cv!r} has no row with a positive sample weight to train on, or none to be "
-            "evaluated on. Pass fewer folds, or positive weights for more rows."
-        )
+    folds.refuse_empty()
     return folds
 
 

@@ -217,8 +217,19 @@ class LeftOutLoss(DeclaredOuter):
     def __call__(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
         self.check(batch)
         X, y, weight, data = batch
-        scores, rows = self.model.scores(w, X), with_ones(X, self.model.intercept)
-        curvature = self.curvatures(scores, y, weight)
+        scores = self.model.scores(w, X)
+        return self.loss(scores, self.leverages(scores, w, lam, batch), y, weight) + self.extra(lam, data)
+
+    def scores(self, w: Tensor, lam: Tree, batch: Any) -> Tensor:
+        """The scores of every row after one Newton step on the objective without that row, of shape outputs × rows."""
+        X, y, weight, _ = batch
+        scores = self.model.scores(w, X)
+        return scores[0] + self.change(scores, self.leverages(scores, w, lam, batch), y, weight)[0].mT
+
+    def leverages(self, scores: Tensor, w: Tensor, lam: Tree, batch: Any) -> Tensor:
+        """A_i, of shape rows × outputs × outputs."""
+        X, y, weight, _ = batch
+        rows, curvature = with_ones(X, self.model.intercept), self.curvatures(scores, y, weight)
         blocks = torch.einsum("icd,ij,ik->cjdk", curvature, rows, rows)
         size, outputs = rows.shape[1], w.shape[1]
         hessian = blocks.reshape(outputs * size, -1) + torch.diag(self.model.penalties(lam, size).repeat(outputs))
@@ -227,8 +238,7 @@ class LeftOutLoss(DeclaredOuter):
             ones[:, -1] = 1
             hessian = hessian + torch.outer(ones.reshape(-1), ones.reshape(-1))
         inverse = torch.linalg.inv(hessian).reshape(outputs, size, outputs, size)
-        leverage = torch.einsum("ij,cjdk,ik->icd", rows, inverse, rows)
-        return self.loss(scores, leverage, y, weight) + self.extra(lam, data)
+        return torch.einsum("ij,cjdk,ik->icd", rows, inverse, rows)
 
     def curvatures(self, scores: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """V_i, of shape rows × outputs × outputs."""
@@ -236,12 +246,17 @@ class LeftOutLoss(DeclaredOuter):
 
     def loss(self, scores: Tensor, leverage: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """E without the extra term, from the scores (1 × outputs × rows) and A (rows × outputs × outputs)."""
+        change, taken = self.change(scores, leverage, y, weight)
+        losses = (weight * self.model.loss.values(scores + change.mT, y)).sum()
+        return (losses + self.freedom * taken.diagonal(dim1=1, dim2=2).sum()) / weight.sum()
+
+    def change(self, scores: Tensor, leverage: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """What the Newton step without row i adds to its scores, rows × outputs; and V_i A_i."""
         slope = (weight[:, None] * self.model.loss.slopes(scores, y))[0].mT[:, :, None]
         taken = self.curvatures(scores, y, weight) @ leverage
         kept = torch.eye(leverage.shape[1], dtype=scores.dtype) - taken
         change = leverage @ (slope / kept if kept.shape[1] == 1 else torch.linalg.solve(kept, slope))
-        losses = (weight * self.model.loss.values(scores + change[:, :, 0].mT, y)).sum()
-        return (losses + self.freedom * taken.diagonal(dim1=1, dim2=2).sum()) / weight.sum()
+        return change[:, :, 0], taken
 
 
 def with_ones(X: Tensor, intercept: bool) -> Tensor:

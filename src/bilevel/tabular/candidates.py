@@ -51,11 +51,15 @@ def kinds_for(classes: bool, asked: ModelKind | None, groups: bool = False) -> l
     return [*([] if groups else ["additive"]), *(["logistic"] if classes else ["ridge", "elastic-net"])]  # type: ignore[list-item]
 
 
-def additive_estimator(classes: bool, *, max_iter: int, seed: int) -> Any:
-    """Our additive model, not fitted. Its input is the columns, not features computed from them."""
+def additive_estimator(classes: bool, *, cv: list[Pair] | None, max_iter: int, seed: int) -> Any:
+    """Our additive model, not fitted. Its input is the columns, not features computed from them.
+
+    Args:
+        cv: pairs of training and test rows. None leaves out single rows, which is faster.
+    """
     kind = BilevelAdditiveClassifier if classes else BilevelAdditiveRegressor
     default = kind()
-    return default.set_params(max_iter=min(max_iter, default.max_iter), random_state=seed, verbose=False)
+    return default.set_params(cv=cv, max_iter=min(max_iter, default.max_iter), random_state=seed, verbose=False)
 
 
 def make_estimator(model: ModelKind, penalty: Any, *, cv: Any, max_iter: int, seed: int, l1_ratio: float | None) -> Any:

@@ -93,8 +93,14 @@ def penalty_of(settings: TuneSettings, groups: Mapping[str, str], steps: Pipelin
     return [names.index(groups[column]) for column in columns_of_features(steps)]
 
 
-def our_estimators(settings: TuneSettings, classes: bool, penalty: Any, folds: Any) -> dict[ModelKind, Any]:
-    """Our estimators by kind, not fitted."""
+def our_estimators(
+    settings: TuneSettings, classes: bool, penalty: Any, folds: Any, exchangeable: bool
+) -> dict[ModelKind, Any]:
+    """Our estimators by kind, not fitted.
+
+    Args:
+        exchangeable: whether single rows may be left out. The additive model then needs no folds.
+    """
     arguments: dict[str, Any] = {
         "cv": folds,
         "max_iter": settings.max_iter,
@@ -104,7 +110,8 @@ def our_estimators(settings: TuneSettings, classes: bool, penalty: Any, folds: A
     estimators: dict[ModelKind, Any] = {}
     for kind in kinds_for(classes, settings.model, bool(settings.group)):
         if kind == "additive":
-            estimators[kind] = additive_estimator(classes, max_iter=settings.max_iter, seed=settings.seed)
+            cv = None if exchangeable else folds
+            estimators[kind] = additive_estimator(classes, cv=cv, max_iter=settings.max_iter, seed=settings.seed)
         else:
             estimators[kind] = make_estimator(kind, penalty, **arguments)
     return estimators
@@ -221,7 +228,8 @@ def _one_fold(run: _Comparison, repeat: int, train: Any, test: Any, groups: Mapp
     Z = transformed(steps, used.frame.iloc[test])
     folds = used.splits.inner(train)
     weights = None if used.weights is None else used.weights[train]
-    ours = our_estimators(settings, used.classes, penalty_of(settings, groups, steps), folds)
+    penalty = penalty_of(settings, groups, steps)
+    ours = our_estimators(settings, used.classes, penalty, folds, used.splits.exchangeable)
     candidates: dict[str, tuple[ModelKind | None, Any]] = {
         name: (None, estimator)
         for name, estimator in rivals(used.classes, folds, settings.seed, used.splits.exchangeable).items()

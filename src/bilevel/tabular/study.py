@@ -106,9 +106,13 @@ def _fitted(
 
 def _fitted_additive(table: DataTable, used: UsedTable, settings: TuneSettings) -> TableModel:
     """The additive model of all rows."""
-    estimator = additive_estimator(used.classes, max_iter=settings.max_iter, seed=settings.seed)
+    folds = None if used.splits.exchangeable else used.splits.inner(np.arange(len(used.y)))
+    estimator = additive_estimator(used.classes, cv=folds, max_iter=settings.max_iter, seed=settings.seed)
     pipeline = additive_pipeline(used.kinds, settings.missing == "median", estimator)
     pipeline.fit(used.frame, used.y, model__sample_weight=used.weights)
+    if folds is not None:
+        # As for linear models: these folds hold row numbers.
+        estimator.set_params(cv=settings.cv)
     return TableModel(pipeline, "additive", settings.target, settings.missing, facts=_facts(table, used, settings))
 
 
@@ -143,7 +147,7 @@ def _notes(
     verdict: TableVerdict,
 ) -> list[str]:
     notes = field_notes(model.pipeline, used.frame, table.path.name)
-    notes += _additive_notes(used) if model.model == "additive" else _linear_notes(model, settings)
+    notes += [] if model.model == "additive" else _linear_notes(model, settings)
     folds = len(verdict.ours.losses)
     splits = (
         "in order of time"
@@ -158,15 +162,6 @@ def _notes(
         f"The saved model is tuned and fitted on all {len(used.y):,} rows.",
     ]
     return notes
-
-
-def _additive_notes(used: UsedTable) -> list[str]:
-    if used.splits.exchangeable:
-        return []
-    return [
-        "The additive model tunes its penalties by leaving out single rows, also where rows belong together or follow "
-        "each other in time; its errors above are of whole groups, or of later rows."
-    ]
 
 
 def _linear_notes(model: TableModel, settings: TuneSettings) -> list[str]:

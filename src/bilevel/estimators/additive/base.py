@@ -10,33 +10,30 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from sklearn.base import is_classifier
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.columns import as_categories, position, read_columns
+from bilevel.estimators.additive.criteria import PENALTY_UNIT, Criterion, FoldByFold, RowByRow, TunedPenalties
 from bilevel.estimators.additive.design import Design, Piece, candidates, feature_limit
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import REACH, NumericTerm, PairTerm
-from bilevel.estimators.additive.tuning import (
-    PENALTY_UNIT,
-    Criterion,
-    KindLevels,
-    TunedPenalties,
-    grouped,
-    tune_each,
-    tune_kinds,
-)
+from bilevel.estimators.additive.tuning import KindLevels, grouped, tune_each, tune_kinds
 from bilevel.estimators.base import TunedEstimator
-from bilevel.estimators.folds import Array
+from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.scaling import centred
 from bilevel.estimators.search import SearchRecord
+from bilevel.estimators.tables import HeldOutScores
+from bilevel.estimators.tensors import as_numpy
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.progress import heartbeat
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss, SquaredError
+from bilevel.thread_pool import threads
 
 # Pairs of this number of terms are tried. They are kept if they multiply the criterion by less than `MAX_RATIO`.
 PAIRED_TERMS, MAX_RATIO = 12, 0.995
@@ -53,9 +50,16 @@ ARGUMENTS = """Args:
             pair. The penalties are those of the model without the constraint.
         tether: how strongly penalties of one kind (slopes, curves, categories, …) are pulled towards one value, in
             units of a prior density 1/cosh of each log penalty. 0 means no pull, inf gives each kind one penalty.
+        cv: how rows are held out for tuning: None for each row in turn, which takes one fit; or a number of folds, the
+            fraction of rows to hold out, a scikit-learn splitter, or an iterable of (train, test) indices. Rows that
+            are not independent need folds: pass `groups` to `fit`, or `cv=TimeSeriesSplit()`.
         max_iter: the most iterations of L-BFGS over the penalties.
         tol: stop when an iteration improves the criterion by less than this, relatively.
-        random_state: the seed of the choice of rows that tune the penalties, for tables of more than 2,000 rows.
+        random_state: the seed of the choice of rows that tune the penalties, for tables of more than 2,000 rows, and of
+            the assignment of rows to folds.
+        scoring: a scorer of scikit-learn or its name, such as "roc_auc", "balanced_accuracy" or "r2". `score` returns
+            it and `cv_score_` holds it. It does not tune the penalties.
+        n_jobs: the number of threads for the linear algebra. -1 means all processors, None as many as torch uses.
         verbose: None writes progress lines to standard error if a fit takes more than two seconds. False writes none.
 """
 
@@ -65,7 +69,11 @@ ATTRIBUTES = """Attributes:
             (roughness), "category", "missing", "product" and "surface" (of a pair).
         importance_: the standard deviation of every term's effect over the training rows.
         intercept_: the prediction if all effects are zero.
-        criterion_: the leave-one-out loss of the tuned model, per row.
+        criterion_: the loss of the tuned model on rows that it was not fitted to, per row: leave-one-out, or of the
+            folds of `cv`.
+        cv_score_: with `scoring`, the score on the held-out rows of each fold, at the tuned penalties. Without folds it
+            is one score of all rows, each predicted without it. These scores are optimistic, because the penalties were
+            tuned on the same rows.
         history_: arrays "value", "gradient_norm" and "seconds", one entry per evaluation of the criterion with its
             hypergradient.
         method_: how hypergradients were computed.
@@ -75,16 +83,19 @@ ATTRIBUTES = """Attributes:
 
 @dataclass(eq=False, repr=False)
 class BilevelAdditive(TunedEstimator):
-    """An additive model whose penalties are tuned by hypergradients of its leave-one-out loss."""
+    """An additive model whose penalties are tuned by hypergradients of its loss on held-out rows."""
 
     _: KW_ONLY
     pairs: Any = "auto"
     categorical: Any = "auto"
     monotone: Any = None
     tether: float = 10.0
+    cv: Any = None
     max_iter: int = 30
     tol: float = 1e-3
     random_state: Any = 0
+    scoring: Any = None
+    n_jobs: int | None = None
     verbose: bool | None = None
 
     _descriptions: ClassVar[dict[str, str]] = {"{arguments}": ARGUMENTS, "{attributes}": ATTRIBUTES}
@@ -101,15 +112,39 @@ class BilevelAdditive(TunedEstimator):
         check_consistent_length(columns[0], y)
         return y
 
-    def _tune(self, names: list[str], columns: list[Array], outputs: Array, weight: Array, loss: RowLoss) -> None:
+    def _folds(self, columns: list[Array], y: Array, weight: Array, groups: Any) -> Folds | None:
+        """The folds of `cv` and of the rows' groups. None if single rows are left out."""
+        if groups is not None:
+            check_consistent_length(y, groups)
+            groups = np.asarray(as_numpy(groups))
+        elif self.cv is None:
+            return None
+        numeric = [column for column in columns if column.dtype == np.float64]
+        table = np.column_stack(numeric) if numeric else np.zeros((len(y), 0))
+        classes = is_classifier(self)
+        return split(self.cv, table, y, weight, classes=classes, random_state=self.random_state, groups=groups)
+
+    def _tune(
+        self,
+        names: list[str],
+        columns: list[Array],
+        outputs: Array,
+        weight: Array,
+        loss: RowLoss,
+        folds: Folds | None = None,
+    ) -> HeldOutScores:
         """Choose terms and penalties, and fit the coefficients to all rows.
 
         Args:
             outputs: the targets, of shape rows × outputs. For squared errors they are centred.
+            folds: the rows that are held out. None holds out each row in turn.
+
+        Returns:
+            The scores of held-out rows. Empty if `scoring` is None.
         """
         self._check_settings()
-        with heartbeat(quiet=self.verbose is False) as show:
-            self._tune_and_fit(names, columns, outputs, weight, loss, show)
+        with threads(self.n_jobs), heartbeat(quiet=self.verbose is False) as show:
+            return self._tune_and_fit(names, columns, outputs, weight, loss, folds, show)
 
     def _tune_and_fit(
         self,
@@ -118,8 +153,9 @@ class BilevelAdditive(TunedEstimator):
         outputs: Array,
         weight: Array,
         loss: RowLoss,
+        folds: Folds | None,
         show: Callable[[str], None],
-    ) -> None:
+    ) -> HeldOutScores:
         model_name = type(self).__name__
         show(f"{model_name}: preparing")
         used = weight > 0
@@ -131,6 +167,9 @@ class BilevelAdditive(TunedEstimator):
                 centred(column[known, None], weight[known], True, [name])
         sample = self._tuning_rows(len(weight))
         rows = np.arange(len(weight)) if sample is None else sample
+        given_rows = np.flatnonzero(used)[rows]
+        if folds is not None:
+            folds = folds.of_rows(given_rows)
         self._names = names
         self._signs = signs(self.monotone, names)
         max_features = feature_limit(len(rows), outputs.shape[1], isinstance(loss, SquaredError))
@@ -141,7 +180,12 @@ class BilevelAdditive(TunedEstimator):
 
         def tune_levels(X: Array, smaller: KindLevels | None = None) -> tuple[Reduction, Criterion, KindLevels]:
             reduction = Reduction(X, design.pieces(), weight)
-            criterion = Criterion(reduction.features(X)[rows], outputs[rows], weight[rows], loss, record)
+            features = reduction.features(X)[rows]
+            criterion: Criterion
+            if folds is None:
+                criterion = RowByRow(features, outputs[rows], weight[rows], loss, record)
+            else:
+                criterion = FoldByFold(features, outputs[rows], folds, loss, record)
             return reduction, criterion, tune_kinds(criterion, reduction.pieces, search, smaller)
 
         X = design.matrix(blocks)
@@ -162,20 +206,36 @@ class BilevelAdditive(TunedEstimator):
                 design.pairs = []
         tuned = tune_each(criterion, reduction.pieces, float(self.tether), search, levels)
         self._design, self._pieces = design, design.pieces()
-        all_rows = Criterion(reduction.features(X), outputs, weight, loss)
-        problem = all_rows.problem(grouped(reduction.pieces)[0])
-        self.outcome_ = tuned.outcome
-        if sample is not None:
-            tuned = all_rows.evaluate(problem, tuned.lam)
-        self.criterion_ = tuned.value
+        all_rows = RowByRow(reduction.features(X), outputs, weight, loss)
+        by_part = grouped(reduction.pieces)[0]
+        problem = all_rows.problem(by_part)
+        self.outcome_, self.criterion_ = tuned.outcome, tuned.value
         self.history_, self.n_iter_ = record.arrays(), len(record.rows)
-        self.method_ = f"{type(all_rows.method).__name__} on {X.shape[1]} features of {len(rows)} rows"
+        self.method_ = (
+            f"{type(criterion.method).__name__} on {X.shape[1]} features of {len(rows)} rows, {criterion.description}"
+        )
+        held_out: HeldOutScores = []
+        if folds is not None or self.scoring is not None:
+            held_out = criterion.held_out_scores(tuned, by_part)
+        if folds is not None or sample is not None:
+            tuned = all_rows.evaluate(problem, tuned.lam)
+            if folds is None:
+                self.criterion_ = tuned.value
         if self._signs:
-            tuned.w = self._constrained(all_rows, tuned, reduction, problem)
+            tuned.inner = self._constrained(all_rows, tuned, reduction, problem)
         self._training_columns = [column if column.dtype == np.float64 else None for column in columns]
         self._finish(all_rows, tuned, reduction, X)
+        if folds is not None:
+            self._widen_intervals(all_rows.outputs[rows], reduction.features(X)[rows], held_out)
+        return [(given_rows[part], scores) for part, scores in held_out]
 
-    def _constrained(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
+    def _widen_intervals(self, outputs: Array, features: Array, held_out: HeldOutScores) -> None:
+        """Set the size of the errors from rows that folds hold out.
+
+        Rows of one group may have similar errors, which leaving out single rows does not show.
+        """
+
+    def _constrained(self, all_rows: RowByRow, tuned: TunedPenalties, reduction: Reduction, problem: Any) -> Any:
         """The coefficients under the constraints of `monotone`."""
         if all_rows.outputs.shape[1] > 1:
             raise BilevelError(
@@ -194,7 +254,7 @@ class BilevelAdditive(TunedEstimator):
                 for grid, points in zip(grids, (POINTS, FINE), strict=True):
                     grid.append(increments(term, sign, points) @ rows)
         if not grids[0]:
-            return tuned.w
+            return tuned.inner
         model = LinearModels(all_rows.loss, problem.inner.penalty, not all_rows.squares)
         batch = tuple(torch.from_numpy(part) for part in (all_rows.X, all_rows.outputs.T.copy(), all_rows.weight[None]))
         intercept_column = np.zeros((1, int(not all_rows.squares)))
@@ -204,9 +264,9 @@ class BilevelAdditive(TunedEstimator):
         w = constrained(PenalisedRows(model, batch, tuned.lam), tuned.w[0].numpy(), coarse, fine)  # type: ignore[arg-type]
         for index, sign in self._signs.items():
             lift(w, self._design.terms[index], sign, reduction, term_slices(self._pieces).get(index))
-        return torch.from_numpy(w)[None]
+        return torch.from_numpy(w)[None, None]
 
-    def _finish(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, X: Array) -> None:
+    def _finish(self, all_rows: RowByRow, tuned: TunedPenalties, reduction: Reduction, X: Array) -> None:
         """Set the coefficients, the penalties, the importances and the covariance of the coefficients."""
         size = X.shape[1]
         self._coef = reduction.expand(tuned.w, size)
@@ -220,9 +280,10 @@ class BilevelAdditive(TunedEstimator):
             self.penalties_[labels[piece.term]][piece.kind] = float(alpha[piece.penalty])
         importance = self._importance(self._design, X, self._coef, all_rows.weight)
         self.importance_ = dict(zip(labels, importance.tolist(), strict=True))
-        self._keep_covariance(all_rows, tuned, reduction, alpha[grouped(reduction.pieces)[0].of])
+        self._penalty_of_feature = alpha[grouped(reduction.pieces)[0].of]
+        self._keep_covariance(all_rows, tuned, reduction, self._penalty_of_feature)
 
-    def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: RowByRow, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         raise NotImplementedError
 
     def _importance(self, design: Design, X: Array, coef: Array, weight: Array) -> Array:

@@ -11,20 +11,22 @@ from typing_extensions import Self
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.base import inverse_hessian
 from bilevel.estimators.additive.columns import read_columns
+from bilevel.estimators.additive.criteria import RowByRow, TunedPenalties
 from bilevel.estimators.additive.effects import BAND_FACTOR, AdditiveEffects
 from bilevel.estimators.additive.reduction import Reduction
-from bilevel.estimators.additive.tuning import Criterion, TunedPenalties
+from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array
+from bilevel.estimators.tables import HeldOutScores
 from bilevel.structures.losses import SquaredError
 
 
-class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
+class BilevelAdditiveRegressor(ScoringMixin, RegressorMixin, AdditiveEffects):
     """y ≈ b + Σ_j f_j(x_j) + Σ_(j,k) f_jk(x_j, x_k): smooth curves, categories and pairs, all penalties tuned together.
 
     Every numeric column has a penalised spline, with a shrinkage penalty for its slope and a roughness penalty for its
     curve. The effects of a categorical column have a ridge penalty. Missing values have an effect of their own. Pairs
-    of columns are tensor products with their own penalties. The penalties minimise the squared leave-one-out error.
-    This error and its gradient have a closed form.
+    of columns are tensor products with their own penalties. The penalties minimise the squared leave-one-out error,
+    which has a closed form, as its gradient has; or that of folds.
 
     {arguments}
 
@@ -39,27 +41,34 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
     (True, 'x1')
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
-        """Tune the penalties, then fit all rows. `sample_weight` weights rows in the fit and in the criterion."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, groups: Any = None) -> Self:
+        """Tune the penalties, then fit all rows.
+
+        Args:
+            sample_weight: the weight of every row, in the fit and in the criterion.
+            groups: the group of every row. No fold trains on one row of a group and is evaluated on another.
+        """
         names, columns = read_columns(self, X, self.categorical, reset=True)
         y = self._target(y, columns).astype(np.float64)
         weight = self._weights(sample_weight, columns[0])
         mean = float(weight @ y / weight.sum())
-        self._tune(names, columns, (y - mean)[:, None], weight, SquaredError())
+        folds = self._folds(columns, y, weight, groups)
+        held_out = self._tune(names, columns, (y - mean)[:, None], weight, SquaredError(), folds)
         self.intercept_ = mean
+        self._set_cv_score([(rows, scores + mean) for rows, scores in held_out], X, y, sample_weight)
         return self
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """The mean of y. With `return_std`, also the standard deviation of y about this mean."""
-        mean = self._features(X) @ self._coef[0] + self.intercept_
+        mean = self._scores(X)[:, 0]
         return (mean, self._deviation * self._relative_deviation(X)) if return_std else mean
 
     def predict_interval(self, X: Any, coverage: float = 0.9) -> Array:
         """Lower and upper ends, of shape rows × 2, of intervals that contain y with about this probability.
 
-        The half width is a quantile of the leave-one-out errors, each divided by the relative standard deviation of
+        The half width is a quantile of the errors of held-out rows, each divided by the relative standard deviation of
         its row, times that of the new row. This assumes neither a normal distribution nor a perfect fit, only that new
-        rows have the same distribution as the training rows.
+        rows have the same distribution as the training rows. If rows are in groups, the new rows are of new groups.
         """
         if not 0 < coverage < 1:
             raise BilevelError(f"coverage={coverage!r} is not a probability. Pass a number between 0 and 1.")
@@ -77,7 +86,7 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
         reduced = self._reduction.rotated(self._features(X, reach=np.inf))
         return np.sqrt(1 + self._own + ((reduced @ self._inverse) * reduced).sum(1))
 
-    def _keep_covariance(self, all_rows: Criterion, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
+    def _keep_covariance(self, all_rows: RowByRow, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         X, weight = all_rows.X, all_rows.weight
         self._inverse = inverse_hessian(X, weight, alpha)
         self._inverses, self._points_are_residuals = inverse_hessian(X, weight, alpha / BAND_FACTOR)[None], True
@@ -88,3 +97,8 @@ class BilevelAdditiveRegressor(RegressorMixin, AdditiveEffects):
         self._errors, self._own = np.sort(np.abs(errors)), 1 / all_rows.total
         self._deviation = float(np.sqrt(weight @ errors**2 / all_rows.total))
         self.degrees_of_freedom_ = float(leverage.sum())
+
+    def _widen_intervals(self, outputs: Array, features: Array, held_out: HeldOutScores) -> None:
+        spread = np.sqrt(1 + self._own + ((features @ self._inverse) * features).sum(1))
+        errors = np.concatenate([(outputs[rows, 0] - scores[:, 0]) / spread[rows] for rows, scores in held_out])
+        self._errors, self._deviation = np.sort(np.abs(errors)), float(np.sqrt((errors**2).mean()))
