@@ -84,7 +84,7 @@ def _with_outer(process: Process, u: Tree, radius: float, gradient_norm: float) 
         return bound.outer((w, ()))
 
     slope, operator = hessian(outer, u)
-    # The curvature enters the bounds with the square of a small radius, so a rough estimate is target.
+    # The curvature enters the bounds with the square of a small radius, so a rough estimate is enough.
     spectrum = lanczos(operator, slope, 5)
     curvature = max(abs(spectrum.largest), abs(spectrum.smallest))
     with torch.no_grad():
