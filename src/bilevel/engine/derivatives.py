@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from bilevel import trees
 from bilevel.dynamics import gradient
 from bilevel.engine.graphs import graph_nodes
+from bilevel.engine.memory import kind_of
 from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
@@ -120,15 +121,16 @@ class Disagreement:
 
 
 class Objectives:
-    """∇_w L of the first step, and E, as functions of the leaves of w and the variables."""
+    """∇_w L of step t, the first one by default, and E, as functions of the leaves of w and the variables."""
 
-    def __init__(self, process: Process, w: Tree) -> None:
+    def __init__(self, process: Process, w: Tree, t: int | None = None) -> None:
         self.process, (leaves, self.spec) = process, trees.flatten(w)
         self.count = len(leaves)
+        self.t = process.times.start if t is None else t
 
     def loss(self, tensors: Tensors) -> Tensor:
         bound = self.process.bind(tensors[self.count :])
-        batch = cast(bound.batch(max(self.process.times.start, 1)), tensors[0].dtype)
+        batch = cast(bound.batch(self.t), tensors[0].dtype)
         with bound.user_context():
             return bound.inner(self.spec.unflatten(tensors[: self.count]), bound.lam, batch)
 
@@ -158,7 +160,8 @@ def check_derivatives(process: Process, state: State, after: State, second: bool
     """Refuse a problem whose derivatives differ from those of autograd.
 
     It costs a recorded gradient of the inner objective, two gradients for w and for each of up to four leaves of λ, and
-    as many values of the outer objective. If a derivative disagrees, it costs up to nine times as much.
+    as many values of the outer objective. If a derivative disagrees, it costs up to nine times as much. The inner
+    objective is compared once for each kind of batch that is found.
 
     Args:
         process: what will be differentiated.
@@ -168,9 +171,26 @@ def check_derivatives(process: Process, state: State, after: State, second: bool
     objectives = Objectives(process, state[0])
     ends = trees.leaves(state[0]), trees.leaves(trees.detach(after[0]))
     if second:
-        compare_with_differences("inner", "second", objectives.slope, objectives.loss, objectives, ends)
+        for t in steps_with_other_batches(process):
+            at = Objectives(process, state[0], t)
+            compare_with_differences("inner", "second", at.slope, at.loss, at, ends)
     value = objectives.value
     compare_with_differences("outer", "first", value, lambda tensors: value(tensors)[0], objectives, ends)
+
+
+def steps_with_other_batches(process: Process) -> list[int]:
+    """The first step, and of a few later steps those whose batches are of another kind: `inner` may run other code.
+
+    Numbers in a batch, such as t itself, do not make another kind.
+    """
+    times = process.times or range(process.times.start, process.times.start + 1)
+    if not callable(process.bound.task.train):
+        return [times[0]]
+    steps: dict[Any, int] = {}
+    for t in sorted({*times[:3], times[len(times) // 2], times[-1]}):
+        batch = process.bound.batch(t)
+        steps.setdefault(kind_of(trees.map(lambda leaf: type(leaf) if type(leaf) in (int, float) else leaf, batch)), t)
+    return list(steps.values())
 
 
 # What is differentiated, and the differences of what it is compared with, by objective and order.
@@ -195,6 +215,7 @@ def compare_with_differences(
     `order` is the order of these derivatives as derivatives of the objective.
     """
     what, of = WORDS[name, order]
+    where = f" on the batch of step {objectives.t}" if objectives.t > objectives.process.times.start else ""
     first_order = ", or use FirstOrder(), which takes first derivatives only." if order == "second" else "."
     try:
         disagreement = find_disagreement(objectives, function, scalar, ends)
@@ -206,7 +227,7 @@ def compare_with_differences(
         ) from error
     if disagreement is not None:
         raise BilevelError(
-            f"The derivatives of {name} are not what autograd says: the derivative of {what} with respect to "
+            f"The derivatives of {name}{where} are not what autograd says: the derivative of {what} with respect to "
             f"{disagreement.group}, along a random direction, is {disagreement.by_autograd:.6g} by autograd and "
             f"{disagreement.found:.6g} by differences of {of}. "
             f"{'Second derivatives of f_T' if order == HIGHER[name] else 'Hypergradients'} would be wrong. Something "
