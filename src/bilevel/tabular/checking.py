@@ -42,8 +42,8 @@ def feature_kinds(frame: Any, settings: TuneSettings) -> tuple[dict[str, Feature
     >>> import pandas as pd
     >>> feature_kinds(pd.DataFrame({"town": ["Oslo", "Rome", "Oslo"]}), TuneSettings("price"))
     Traceback (most recent call last):
-    bilevel.errors.BilevelError: Column 'town' holds text ('Oslo' in row 1), and the linear models need numbers. \
-Write --categorical town for indicators of its 2 values (--one-hot does so for every text column), or --drop town.
+    bilevel.errors.BilevelError: Column 'town' holds text ('Oslo' in row 1). Write --categorical town to use its 2 \
+values as categories (--one-hot does so for every text column), or --drop town.
     """
     kinds: dict[str, FeatureKind] = {}
     notes, problems, texts = [], [], []
@@ -133,13 +133,13 @@ def _texts(frame: Any) -> list[str]:
     """One sentence on all columns of text."""
     if len(frame.columns) > 1:
         return [
-            f"Columns {listed(frame.columns)} hold text, and the linear models need numbers. Write --one-hot for "
-            "indicators of their values, --categorical NAME for those of one column, or --drop NAME."
+            f"Columns {listed(frame.columns)} hold text. Write --one-hot to use their values as categories, "
+            "--categorical NAME for those of one column, or --drop NAME."
         ]
     return [
-        f"Column {name!r} holds text ({first_of(column, column.notna())}), and the linear models need numbers. Write "
-        f"{option('--categorical', name)} for indicators of its {column.nunique()} values (--one-hot does so for every "
-        f"text column), or {option('--drop', name)}."
+        f"Column {name!r} holds text ({first_of(column, column.notna())}). Write {option('--categorical', name)} to use "
+        f"its {column.nunique()} values as categories (--one-hot does so for every text column), or "
+        f"{option('--drop', name)}."
         for name, column in frame.items()
     ]
 
