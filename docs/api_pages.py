@@ -20,6 +20,7 @@ TITLES = {
     "algorithms": "Algorithms of the outer loop",
     "certificate": "Certificates",
     "methods": "Methods",
+    "structures": "Structures",
     "dynamics": "Dynamics",
     "linear_solvers": "Linear solvers",
     "constraints": "Constraints",
@@ -27,13 +28,14 @@ TITLES = {
     "modules": "Modules as functions",
     "tuning": "Tuning a torch model",
     "estimators": "Estimators",
+    "tabular": "Tables",
     "learners": "Few-shot learning",
     "testing": "Testing",
     "data": "Data",
     "errors": "Errors and outcomes",
 }
 # What is public without being a name of `bilevel` itself.
-MODULES = ["estimators", "tuning", "testing", "data", "models", "trees"]
+MODULES = ["structures", "estimators", "tuning", "tabular", "testing", "data", "models", "trees"]
 # What the public calls return or take, and is found in no list of names.
 ALSO = {
     "outer_loop": ["bilevel.outer_loop.Iteration"],
