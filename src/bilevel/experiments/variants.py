@@ -123,7 +123,7 @@ class VariantsSettings(ExperimentSettings):
     average: float = 0.99
     looks: int = 5
     look_episodes: int = 60
-    step_factors: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0)
+    step_factors: tuple[float, ...] = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
     validation_episodes: int = 100
     test_episodes: int = 600
 
