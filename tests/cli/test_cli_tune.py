@@ -308,8 +308,7 @@ def test_light_dark_and_a_telephone(place, diabetes, opened):
     until(page, "document.documentElement.dataset.theme === 'dark'")
     assert (page.evaluate(ground), page.evaluate(bar)) == dark
     page.set_viewport_size({"width": 360, "height": 700})
-    page.wait_for_timeout(300)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    until(page, "document.documentElement.scrollWidth <= 360")
     unnamed = """() => [...document.querySelectorAll("input, select, button, [role=region]")]
       .filter(e => !(e.labels?.length || e.ariaLabel || e.textContent.trim())).map(e => e.outerHTML.slice(0, 80))"""
     assert page.evaluate(unnamed) == []
