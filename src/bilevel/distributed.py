@@ -71,7 +71,7 @@ class World:
 
     def any(self, mine: bool) -> bool:
         """Whether `mine` is true on any process."""
-        return bool(self.sum(torch.tensor(int(mine))))
+        return mine if self.size == 1 else bool(self.sum(torch.tensor(int(mine), device="cpu")))
 
     def everyone(self, mine: Item) -> list[Item]:
         """The values that all processes passed, by rank, bit for bit. They are sent as pickles."""
@@ -176,7 +176,7 @@ class World:
             yield
         except BilevelError as caught:
             error = caught
-        raised = torch.zeros(len(KINDS), dtype=torch.long)
+        raised = torch.zeros(len(KINDS), dtype=torch.long, device="cpu")
         if error is not None:
             raised[_kind(error)] = 1
         self.sum(raised)

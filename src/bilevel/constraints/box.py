@@ -35,7 +35,7 @@ class Box(Constraint):
         if len(lows) == 1 or len(highs) == 1 or len(lows) == len(highs):
             count = max(len(lows), len(highs))
             for low, high in zip(lows * (count // len(lows)), highs * (count // len(highs)), strict=True):
-                if not bool((torch.as_tensor(low) <= torch.as_tensor(high)).all()):
+                if not bool((torch.as_tensor(low, device="cpu") <= torch.as_tensor(high, device="cpu")).all()):
                     raise BilevelError(
                         f"Box({self.low!r}, {self.high!r}) is an empty set: a lower bound lies above its upper bound "
                         "(or is NaN). Pass low ≤ high."

@@ -221,7 +221,7 @@ def descend(w: Tensor, g: Tensor, lr: Any) -> Tensor:
 
 def largest(setting: Any) -> float:
     """The largest number in a setting."""
-    return max(float(torch.as_tensor(leaf).detach().max()) for leaf in trees.leaves(setting))
+    return max(float(torch.as_tensor(leaf, device="cpu").detach().max()) for leaf in trees.leaves(setting))
 
 
 def zeros_like(w: Tree) -> Tree:

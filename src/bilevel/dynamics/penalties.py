@@ -73,8 +73,8 @@ class L1(Penalty):
     def value(self, w: Tree, t: int = 1) -> Tensor:
         terms = list(zip(trees.leaves(w), per_leaf(at(self.strength, t), w), strict=True))
         if self.positive and any(bool((x < 0).any()) for x, _ in terms):
-            return torch.tensor(torch.inf)
-        return sum((torch.sum(s * x.abs()) for x, s in terms), start=torch.zeros(()))
+            return terms[0][0].new_tensor(torch.inf)
+        return sum((torch.sum(s * x.abs()) for x, s in terms), start=terms[0][0].new_zeros(()))
 
     def prox(self, w: Tree, step: Any, t: int = 1) -> Tree:
         points, spec = trees.flatten(w)
@@ -99,7 +99,7 @@ def _soft_threshold(x: Tensor, threshold: Any) -> Tensor:
 
 def _ratio(numerator: Tensor, strength: Any) -> Tensor:
     """numerator/strength, with 0/0 = 0."""
-    return torch.where(numerator == 0, 0, numerator / torch.as_tensor(strength).to(numerator))
+    return torch.where(numerator == 0, 0, numerator / torch.as_tensor(strength, device=numerator.device).to(numerator))
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Noise:
         self.source = np.random.default_rng(seed)
 
     def __call__(self, like: Tensor) -> Tensor:
-        return torch.as_tensor(self.source.standard_normal(tuple(like.shape))).to(like)
+        return torch.as_tensor(self.source.standard_normal(tuple(like.shape)), device="cpu").to(like)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -33,7 +34,7 @@ def explain_divergence(process: Process) -> NoReturn:
             if not trees.all_finite(state):
                 _raise(process, start, t, loss, "the iterate became NaN or Inf")
         value = float(bound.outer(state))
-    if not torch.isfinite(torch.tensor(value)):
+    if not math.isfinite(value):
         raise DivergenceError(
             f"The outer objective is {value} at w_T although all {process.steps} inner steps stayed finite (last inner "
             f"loss {loss}). Check it for log(0), 0/0 or overflow.",

@@ -133,7 +133,7 @@ def _numbers(value: Any) -> Tensors:
     if isinstance(value, Tensor):
         return [value] if trees.is_variable(value) else []
     if isinstance(value, float):
-        return [torch.tensor(value, dtype=torch.float64)]
+        return [torch.tensor(value, dtype=torch.float64, device="cpu")]
     if isinstance(value, Mapping):
         return [number for item in value.values() for number in _numbers(item)]
     if isinstance(value, (list, tuple)):

@@ -41,7 +41,7 @@ def are_transposed(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def noise(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
     heads = [out for out in outputs if isinstance(out, Tensor) and out.requires_grad]
     if not heads:

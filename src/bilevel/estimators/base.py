@@ -239,8 +239,9 @@ class BilevelEstimator(TunedEstimator):
             check_consistent_length(X, rows)
             rows = np.asarray(rows)
         # Under torchrun, the processes share the work on folds and blocks of rows where it is large. Each of them gets
-        # the same result.
-        with world() as everybody, work_is_shared(), threads(self.n_jobs), self._progress() as advance:
+        # the same result. Arrays stay on the CPU, whatever torch's default device is.
+        on_cpu = torch.device("cpu")
+        with on_cpu, world() as everybody, work_is_shared(), threads(self.n_jobs), self._progress() as advance:
             everybody.same((X.shape, outputs.shape), "The processes called fit(…) with tables of different shapes.")
             return self._tune_and_fit(X, y, weight, outputs, rows, advance)
 
@@ -297,7 +298,8 @@ class BilevelEstimator(TunedEstimator):
     def _settle(self) -> None:
         """Compute the deferred results, and release the training data that they needed."""
         for name in list(self._waiting):
-            self._settled[name] = self._waiting[name]()
+            with torch.device("cpu"):
+                self._settled[name] = self._waiting[name]()
             del self._waiting[name]
 
     def __getstate__(self) -> Any:

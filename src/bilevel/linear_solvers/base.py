@@ -111,7 +111,7 @@ def first_residual(operator: Operator, b: Tensor, x0: Tensor | None) -> tuple[Te
 def random_directions(count: int, like: Tensor, seed: int) -> Tensor:
     """Standard normal rows. They depend on the seed only, not on the machine."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, like.numel(), generator=generator, dtype=torch.float64).to(like)
+    return torch.randn(count, like.numel(), generator=generator, dtype=torch.float64, device="cpu").to(like)
 
 
 def largest_eigenvalue(operator: Operator, like: Tensor, products: int = 30) -> float:

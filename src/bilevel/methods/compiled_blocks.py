@@ -112,7 +112,7 @@ def _inputs(process: Process, leaves: list[Tensor], times: range) -> list[Tensor
     task = process.bound.task
     data = trees.tensors([process.bound.batch(t) for t in times]) if callable(task.train) else process.data()
     # A float64 scalar: powers of it are exact, and as a scalar it does not promote float32 tensors.
-    t = torch.tensor(float(times[0]), dtype=torch.float64)
+    t = torch.tensor(float(times[0]), dtype=torch.float64, device="cpu")
     return [t, *leaves, *(variable.detach() for variable in process.variables), *data]
 
 

@@ -67,9 +67,11 @@ class ZeroOrder(Method):
         width, count = self._radius(lam) / lam.point.numel() ** 0.5, lam.point.numel()
         unused, first = set[int](), 0
         for index, (path, leaf) in enumerate(zip(trees.paths(process.lam), trees.leaves(process.lam), strict=True)):
-            direction = torch.zeros(count, dtype=torch.float64)
+            direction = torch.zeros(count, dtype=torch.float64, device="cpu")
             generator = torch.Generator().manual_seed(index)
-            direction[first : first + leaf.numel()] = torch.randn(leaf.numel(), generator=generator).double()
+            direction[first : first + leaf.numel()] = torch.randn(
+                leaf.numel(), generator=generator, device="cpu"
+            ).double()
             first += leaf.numel()
             moves = (sign * factor * width for factor in (1, 10, 100) for sign in (1, -1))
             if not leaf.numel() or any(float(lam.value(move * direction)) != value for move in moves):
@@ -93,7 +95,7 @@ class ZeroOrder(Method):
         generator = torch.Generator().manual_seed(zlib.crc32(lam.point.numpy().tobytes(), self.seed))
         total, squares = torch.zeros_like(lam.point), 0.0
         for _ in range(groups):
-            drawn = torch.randn(count, per_group, generator=generator, dtype=torch.float64)
+            drawn = torch.randn(count, per_group, generator=generator, dtype=torch.float64, device="cpu")
             for direction in torch.linalg.qr(drawn)[0].T:
                 above, below = (float(lam.value(sign * radius * direction)) for sign in (1, -1))
                 slope = (above - below) / (2 * radius)

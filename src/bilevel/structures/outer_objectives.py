@@ -234,7 +234,7 @@ class LeftOutLoss(DeclaredOuter):
         size, outputs = rows.shape[1], w.shape[1]
         hessian = blocks.reshape(outputs * size, -1) + torch.diag(self.model.penalties(lam, size).repeat(outputs))
         if self.model.gauge(w):
-            ones = torch.zeros(outputs, size, dtype=w.dtype)
+            ones = torch.zeros(outputs, size, dtype=w.dtype, device=w.device)
             ones[:, -1] = 1
             hessian = hessian + torch.outer(ones.reshape(-1), ones.reshape(-1))
         inverse = torch.linalg.inv(hessian).reshape(outputs, size, outputs, size)
@@ -254,7 +254,7 @@ class LeftOutLoss(DeclaredOuter):
         """What the Newton step without row i adds to its scores, rows × outputs; and V_i A_i."""
         slope = (weight[:, None] * self.model.loss.slopes(scores, y))[0].mT[:, :, None]
         taken = self.curvatures(scores, y, weight) @ leverage
-        kept = torch.eye(leverage.shape[1], dtype=scores.dtype) - taken
+        kept = torch.eye(leverage.shape[1], dtype=scores.dtype, device=scores.device) - taken
         change = leverage @ (slope / kept if kept.shape[1] == 1 else torch.linalg.solve(kept, slope))
         return change[:, :, 0], taken
 

@@ -60,8 +60,7 @@ class CrossValidation:
             raise BilevelError(f"sample(count={count}) cannot be drawn from {len(self.tasks)} folds.")
 
         def draw(k: int) -> list[Task]:
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + k)
-            return [self.tasks[int(j)] for j in torch.randperm(len(self.tasks), generator=generator)[:count]]
+            return [self.tasks[int(j)] for j in shuffled(len(self.tasks), seed * 1_000_003 + k)[:count]]
 
         return draw
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch
-
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.tasks.holdout import number_of_examples
+from bilevel.tasks.holdout import number_of_examples, shuffled
 from bilevel.trees import Tree
 
 
@@ -61,7 +59,7 @@ trees.register(FixedBatches, ["data"])
 
 @lru_cache(maxsize=64)
 def _order(count: int, seed: int, epoch: int) -> list[int]:
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+    order: list[int] = shuffled(count, seed * 1_000_003 + epoch).tolist()
     return order
 
 

@@ -49,7 +49,10 @@ def number_of_examples(data: Tree) -> int:
 
 def shuffled(count: int, seed: int | None) -> Tensor:
     """0…count − 1 in a random order, or in their own order without a seed."""
-    return torch.arange(count) if seed is None else torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    # On the CPU, where the generator is, also if the user's default device is another.
+    if seed is None:
+        return torch.arange(count, device="cpu")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def take(data: Tree, rows: Any) -> Tree:

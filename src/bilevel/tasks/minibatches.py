@@ -8,7 +8,7 @@ import torch
 
 from bilevel import trees
 from bilevel.errors import BilevelError
-from bilevel.tasks.holdout import number_of_examples
+from bilevel.tasks.holdout import number_of_examples, shuffled
 from bilevel.trees import Tree
 
 
@@ -56,7 +56,7 @@ class Minibatches:
 
     def _order(self, epoch: int, count: int) -> torch.Tensor:
         # The factor keeps the seeds of one run's epochs apart from those of runs with other seeds.
-        return torch.randperm(count, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        return shuffled(count, self.seed * 1_000_003 + epoch)
 
 
 trees.register(Minibatches, ["data"])

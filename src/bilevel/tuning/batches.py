@@ -88,7 +88,9 @@ class Examples:
         if self.tensors is not None:
             all_positions = len(positions) == len(self) and positions == list(range(len(self)))
             return (
-                self.tensors if all_positions else tuple(x[torch.tensor(positions).to(x.device)] for x in self.tensors)
+                self.tensors
+                if all_positions
+                else tuple(x[torch.tensor(positions, device=x.device)] for x in self.tensors)
             )
         get_items = getattr(self.dataset, "__getitems__", None)
         return self._collate(get_items(positions) if get_items else [self.dataset[i] for i in positions])
@@ -97,7 +99,7 @@ class Examples:
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
     rows = None
     while type(dataset) is Subset:
-        chosen = torch.as_tensor(list(dataset.indices))
+        chosen = torch.as_tensor(list(dataset.indices), device="cpu")
         rows = chosen if rows is None else chosen[rows]
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
@@ -162,7 +164,7 @@ class ReplayedLoader:
         # Tensors are indexed without drawing random numbers.
         with seeded(self.seed, "batch", t) if self.examples.tensors is None else nullcontext():
             pair = self.examples[chosen]
-        index = torch.tensor(chosen if isinstance(chosen, list) else [chosen])
+        index = torch.tensor(chosen if isinstance(chosen, list) else [chosen], device="cpu")
         batch = replace(_as_batch(pair, index, self.like, self.name), t=t, seed=self.seed)
         size = trees.nbytes(batch)
         if self.examples.tensors is None and self._cached_bytes + size <= CACHE_BYTES:
@@ -213,7 +215,7 @@ def whole_batch(given: Any, seed: int, like: Tensor, name: str) -> Batch:
             )
         with seeded(seed, f"all of {name}", 0):
             if given.batch_sampler is not None:
-                return _as_batch(examples[shown], torch.tensor(shown), like, name)
+                return _as_batch(examples[shown], torch.tensor(shown, device="cpu"), like, name)
             # Without a batch sampler, each item of the data set is a batch.
             pair = trees.map(lambda *leaves: torch.cat(leaves), *(examples[i] for i in shown))
     elif isinstance(given, (tuple, list)) and len(given) == 2:
@@ -224,7 +226,7 @@ def whole_batch(given: Any, seed: int, like: Tensor, name: str) -> Batch:
             "or a pair (inputs, targets) of tensors, numpy arrays or DataFrames."
         )
     lengths = [len(x) for x in trees.tensors(pair[0]) if x.ndim]
-    return _as_batch(pair, torch.arange(lengths[0] if lengths else 0), like, name)
+    return _as_batch(pair, torch.arange(lengths[0] if lengths else 0, device="cpu"), like, name)
 
 
 def as_tensors(pair: Any, name: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.tasks.holdout import shuffled
 from bilevel.tuning.batches import Batch, whole_batch
 from bilevel.tuning.training_problem import Lam, TrainingProblem, Weights
 
@@ -53,7 +54,7 @@ def split_validation(val: Any, share: float, like: Tensor, seed: int) -> tuple[t
             f"holdout={share:g} of {batch.count} validation examples holds out {count}. Pass more examples or another "
             "fraction, so that both parts have some."
         )
-    order = torch.randperm(batch.count, generator=torch.Generator().manual_seed(seed)).to(like.device)
+    order = shuffled(batch.count, seed).to(like.device)
 
     def rows(chosen: Tensor) -> tuple[Any, Any]:
         def select(leaf: Any) -> Any:

@@ -83,7 +83,7 @@ class ModelLoss:
         if output.numel() < 2 or [n for n in output.shape if n > 1] != [n for n in targets.shape if n > 1]:
             return
         # The outputs before training may all be equal, so numbers are added. Single precision would round too much.
-        output = output.detach().double() + torch.linspace(0, 0.5, output.numel()).to(output.device).view_as(output)
+        output = output.detach().double() + torch.linspace(0, 0.5, output.numel(), device=output.device).view_as(output)
         given = targets.detach().double() if targets.is_floating_point() else targets
         moved, all_pairs = given.roll(1, 0), False
         # A loss may need single precision or probabilities. Then it is not compared.

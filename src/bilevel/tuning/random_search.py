@@ -105,7 +105,11 @@ def _drawn(space: Space, draw: torch.Generator) -> dict[str, Tree]:
         free = not (math.isfinite(low) and math.isfinite(high))
         if isinstance(transform, SimplexTransform):
             few = leaves[0].numel() <= MAX_SIMPLEX
-            spread = 2 * torch.randn(leaves[0].shape, generator=draw, dtype=torch.float64) if few else 0 * leaves[0]
+            spread = (
+                2 * torch.randn(leaves[0].shape, generator=draw, dtype=torch.float64, device="cpu")
+                if few
+                else 0 * leaves[0]
+            )
             lam[name] = trees.map(lambda leaf, x=spread: leaf + x.to(leaf), start)
             continue
         if free and trees.size(start) > 1:  # for example the initial weights: one value for all of them makes no sense
@@ -114,6 +118,6 @@ def _drawn(space: Space, draw: torch.Generator) -> dict[str, Tree]:
         if free:
             middle, unit = float(leaves[0]), transform.unit(transform.value(leaves[0]))
             low, high = max(low, middle - UNITS_AROUND_START * unit), min(high, middle + UNITS_AROUND_START * unit)
-        share = float(torch.rand((), generator=draw, dtype=torch.float64))
+        share = float(torch.rand((), generator=draw, dtype=torch.float64, device="cpu"))
         lam[name] = trees.map(lambda leaf, x=low + share * (high - low): torch.full_like(leaf, x), start)
     return lam

@@ -229,7 +229,7 @@ class TrainingProblem:
                 "ExampleWeights() has weights for the training examples only."
             )
         batch = whole_batch((inputs, targets), self.seed, self._like, "new")
-        values, weights = self.space.values(lam), torch.ones(batch.count).to(self._like)
+        values, weights = self.space.values(lam), self._like.new_ones(batch.count)
         with torch.no_grad():
             losses = self.losses[next(iter(self.losses))](
                 self.network.evaluate(w, batch.inputs), batch, batch.targets, values

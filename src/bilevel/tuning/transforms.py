@@ -57,7 +57,7 @@ class Transform(ABC):
 
     def leaf_range(self) -> tuple[float, float]:
         """The smallest and the largest leaf."""
-        low, high = (float(self.leaf(torch.tensor(end, dtype=torch.float64))) for end in self.range())
+        low, high = (float(self.leaf(torch.tensor(end, dtype=torch.float64, device="cpu"))) for end in self.range())
         return low, high
 
     def constraint(self) -> Constraint | None:

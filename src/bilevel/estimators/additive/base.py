@@ -143,7 +143,7 @@ class BilevelAdditive(TunedEstimator):
             The scores of held-out rows. Empty if `scoring` is None.
         """
         self._check_settings()
-        with threads(self.n_jobs), heartbeat(quiet=self.verbose is False) as show:
+        with torch.device("cpu"), threads(self.n_jobs), heartbeat(quiet=self.verbose is False) as show:
             return self._tune_and_fit(names, columns, outputs, weight, loss, folds, show)
 
     def _tune_and_fit(

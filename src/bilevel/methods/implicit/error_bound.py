@@ -48,7 +48,7 @@ def error_bound(process: Process, u: Tree, radius: float, mu: float, found: Tree
     with torch.enable_grad(), any_order():
         slope = trees.leaves(gradient(objective_at_rest(live.bound, 1), w))
         parts = trees.from_vector(v.detach(), points)
-        pairing = sum(((a * b).sum() for a, b in zip(slope, parts, strict=True)), torch.zeros(()))
+        pairing = sum(((a * b).sum() for a, b in zip(slope, parts, strict=True)), torch.zeros((), device=v.device))
         psi = live.bound.outer((w, ())) + pairing
         by_lam, by_w = _gradients([psi], lam), _gradients([psi], points)
         distance = _norm([a - b for a, b in zip(trees.leaves(found), by_lam, strict=True)])

@@ -55,7 +55,7 @@ class Minimum:
         folds, outputs, size = self.w.shape
         if self.block_diagonal:
             return self.solve(rows[:, :, None].expand(-1, -1, outputs, -1))[:, :, :, None]
-        units = torch.eye(outputs, dtype=rows.dtype)[:, :, None]
+        units = torch.eye(outputs, dtype=rows.dtype, device=rows.device)[:, :, None]
         found = self.solve((rows[:, :, None, None] * units).reshape(folds, -1, outputs, size))
         return found.reshape(folds, -1, outputs, outputs, size)
 

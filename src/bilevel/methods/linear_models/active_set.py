@@ -72,7 +72,7 @@ class ActiveSet(LinearModelMethod):
         inner, bound, w = process.problem.inner, process.bound, start_of(process)
         assert isinstance(inner, LeastSquares)
         gram, moments = bound.task.train
-        strengths = torch.as_tensor(_strengths(process), dtype=w.dtype)
+        strengths = torch.as_tensor(_strengths(process), dtype=w.dtype, device=w.device)
         alpha = inner.penalty(bound.lam)
         if alpha.ndim != 1:
             raise BilevelError("ActiveSet takes one penalty for every feature, not a matrix. Use Implicit().")
@@ -96,7 +96,9 @@ class ActiveSet(LinearModelMethod):
         found = self.minimum(process)
         value, slope, direct = self.outer_slope(process, found.w)
         with torch.enable_grad():
-            extra_slope = torch.as_tensor(_strengths(process), dtype=found.w.dtype) * found.w.sign()
+            extra_slope = (
+                torch.as_tensor(_strengths(process), dtype=found.w.dtype, device=found.w.device) * found.w.sign()
+            )
         memory = 4 * found.w.nbytes
         return self.from_adjoint(process, found.w, found.solve(slope), value, direct, extra_slope, peak_memory=memory)
 
@@ -278,7 +280,7 @@ class _Nets:
         if isinstance(self.gram, GramOfRows):
             blocks = self.gram.blocks(order)
         else:
-            fold = torch.arange(len(self.gram))[:, None, None, None]
+            fold = torch.arange(len(self.gram), device=order.device)[:, None, None, None]
             blocks = self.gram[fold, order[..., :, None], order[..., None, :]]
         blocks = blocks * (on[..., :, None] * on[..., None, :])
         blocks.diagonal(dim1=-2, dim2=-1).add_(1 + on * (self.l2[order] - 1))

@@ -118,7 +118,7 @@ class _Equations:
         Any other form would compute the residuals of an almost exact fit as differences of large numbers.
         """
         root = weight.sqrt()
-        inverse = self._solve(torch.eye(len(root), dtype=root.dtype)[None])[0]
+        inverse = self._solve(torch.eye(len(root), dtype=root.dtype, device=root.device)[None])[0]
         smoother = root * inverse / root[:, None]
         residuals = y @ smoother.mT
         w = feature_sums((weight * residuals)[None], self.X)[0] / self.alpha

@@ -194,7 +194,7 @@ def minimise(
     """
     scores = rows.scores(w)
     value = rows.values(w, scores)
-    done = torch.zeros(len(w), dtype=torch.bool)
+    done = torch.zeros(len(w), dtype=torch.bool, device=w.device)
     # The relative accuracy of the linear systems. A larger tolerance for w allows less accurate steps.
     accuracy = min(max(1e-4, 10 * tol), 0.1)
     negligible = max(1e-13, 10 * torch.finfo(w.dtype).eps, 0.01 * tol**2)

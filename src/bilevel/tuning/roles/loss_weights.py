@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
@@ -47,4 +46,4 @@ class LossWeights(Hyperparameter):
         return self.spread(1 / count if self.start is None else self.start, (count,), setup)
 
     def mix(self, value: Tree, losses: Sequence[Tensor]) -> Tensor:
-        return sum((weight * loss for weight, loss in zip(value, losses, strict=True)), torch.zeros(()).to(value))
+        return sum((weight * loss for weight, loss in zip(value, losses, strict=True)), value.new_zeros(()))
