@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -48,8 +49,10 @@ class OuterCheckpoints:
     run: Mapping[str, Any]
     newest: int = field(default=-1, init=False)
 
-    def load(self, device: torch.device) -> tuple[int, Any] | None:
-        """The hyperiteration and the state to resume from; None for a new run."""
+    def load(self, lam: Tree) -> tuple[int, Any] | None:
+        """The hyperiteration and the state to resume from; None for a new run. A λ that cannot be saved is refused."""
+        pack(lam)
+        device = trees.leaves(lam)[0].device
         with self.world.agreed():
             found = Checkpoints(self.folder).newest(lambda message: warnings.warn(message, BilevelWarning, 4))
             if found is not None:
@@ -184,7 +187,9 @@ def pack(state: Any) -> tuple[dict[str, Tensor], Any]:
         if isinstance(value, (Hypergradient, Stats)):
             return {type(value).__name__: {f.name: walk(getattr(value, f.name)) for f in fields(value)}}
         if isinstance(value, Mapping):
-            return {"dict": [[walk(key), walk(item)] for key, item in value.items()]}
+            # The leaves of a dict are sorted by key, and those of an OrderedDict are not.
+            kind = "OrderedDict" if isinstance(value, OrderedDict) else "dict"
+            return {kind: [[walk(key), walk(item)] for key, item in value.items()]}
         if type(value) in (list, tuple):
             return {type(value).__name__: [walk(item) for item in value]}
         raise BilevelError(
@@ -204,7 +209,8 @@ def unpack(tensors: Mapping[str, Tensor], plain: Any) -> Any:
         return tensors[content]
     if kind in RECORDS:
         return RECORDS[kind](**{name: unpack(tensors, item) for name, item in content.items()})
-    if kind == "dict":
-        return {unpack(tensors, key): unpack(tensors, item) for key, item in content}
+    if kind in ("dict", "OrderedDict"):
+        pairs = [(unpack(tensors, key), unpack(tensors, item)) for key, item in content]
+        return dict(pairs) if kind == "dict" else OrderedDict(pairs)
     items = [unpack(tensors, item) for item in content]
     return items if kind == "list" else tuple(items)

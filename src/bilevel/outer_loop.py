@@ -24,7 +24,7 @@ from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.hypergradients import Evaluator, as_method
 from bilevel.hyperiterations import Loop, LoopEnded, Part, budget, tolerance
-from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, run_facts, without_caches
+from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, pack, run_facts, without_caches
 from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
 from bilevel.outer_sources import Tasks, TaskSource, check_inner_side, listed, with_outer_batch
@@ -128,8 +128,7 @@ def solve(
     loop = Loop(parts)
     evaluator = Evaluator(problem, dynamics, steps, allow_unused, memory_of(problem))
     run = _OuterRun(loop, evaluator, tasks, _by_k(method), constraint, iterations, start, w, chosen.compares_values)
-    parts += [run.callback_part([callbacks] if callable(callbacks) else callbacks)] if callbacks else []
-    loop.parts = parts
+    loop.parts += [run.callback_part([callbacks] if callable(callbacks) else callbacks)] if callbacks else []
     outer = OuterProblem(begin, constraint, run.hyperiteration, run.evaluate)
     if chosen.moves_w:
         process = partial(evaluator.process, start=w)
@@ -239,6 +238,8 @@ class _OuterRun:
         states: list[Callable[[], Tree]] = []
 
         def save(k: int) -> None:
+            if k == 1:  # what cannot be saved is refused now, and not after `every` hyperiterations
+                pack(record.state())
             if k and (k % every == 0 or k == self.iterations):
                 if self.previous is not None:
                     # This run goes on with what is saved, so that a resumed one has the same bits.
@@ -248,7 +249,7 @@ class _OuterRun:
                     state = {"algorithm": states[0](), "record": record.state(), "previous": previous}
                     checkpoints.save(k, {**state, "one_step_more": self._value_after(1, record.last)})
 
-        self.save, found, saved = save, checkpoints.load(leaves[0].device), None
+        self.save, found, saved = save, checkpoints.load(outer.lam), None
         if found is not None:
             self.done, state = found
             saved, self.previous = state["algorithm"], state["previous"]

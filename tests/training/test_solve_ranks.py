@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,6 +220,57 @@ def test_what_a_checkpoint_cannot_hold_is_said(tmp_path):
 
     with pytest.raises(bl.BilevelError, match="Own cannot resume from a saved state"):
         alone(tmp_path, "cold", algorithm=Own())
+
+
+Pair = namedtuple("Pair", ["slope", "level"])
+
+
+@pytest.mark.parametrize("start", ["cold", "warm", "online"])
+def test_ordered_dicts_are_resumed_in_their_own_order(tmp_path, start):
+    """Optimisers know the leaves of λ by their numbers: a dict has another order of leaves than an `OrderedDict`."""
+    x, y = torch.linspace(-1, 1, 6), torch.linspace(0, 2, 6).square()
+    lam = OrderedDict(z=torch.tensor(0.0), a=torch.tensor(0.5))
+    problem = bl.Problem(
+        lambda w, lam, _: (w["slope"] * x + w["level"] - y).square().mean() + lam["z"].exp() * w["slope"] ** 2,
+        lambda w, lam, _: (w["slope"] * x + w["level"] - y).cosh().mean() + (lam["a"] * w["level"]) ** 2,
+        lambda lam: OrderedDict(slope=torch.zeros(()), level=torch.zeros(())),
+    )
+
+    def run(iterations, **settings):
+        return bl.solve(
+            problem, lam, bl.Task(None, None), dynamics=bl.HeavyBall(0.1, 0.5), steps=3, start=start, **settings,
+            iterations=iterations, optimizer=lambda leaves: torch.optim.Adam(leaves, lr=0.1), raise_on_failure=True,
+        )  # fmt: skip
+
+    whole = run(7)
+    run(4, checkpoint=tmp_path, checkpoint_every=2)
+    found = run(7, checkpoint=tmp_path, checkpoint_every=2)
+    assert found.outer == whole.outer and found.inner == whole.inner
+    assert list(found.outer) == ["z", "a"] and list(found.inner) == ["slope", "level"]
+
+
+def test_structures_that_checkpoints_cannot_hold_are_refused_at_once(tmp_path):
+    calls, done = [], []
+
+    def inner(w, lam, _):
+        calls.append(1)
+        return (w.slope - lam.slope) ** 2 + (w.level - lam.level) ** 2
+
+    def run(lam, problem, **settings):
+        run = {"dynamics": bl.GradientDescent(0.1), "steps": 3, "iterations": 9, "raise_on_failure": True, **settings}
+        return bl.solve(problem, lam, bl.Task(None, None), **run, checkpoint=tmp_path)
+
+    pair = Pair(torch.tensor(1.0), torch.tensor(2.0))
+    problem = bl.Problem(
+        inner, lambda w, lam, _: (w.slope * w.level) ** 2, lambda lam: Pair(*map(torch.zeros_like, lam))
+    )
+    with pytest.raises(bl.BilevelError, match="A checkpoint cannot hold Pair"):
+        run(pair, problem)
+    assert not calls
+    reading = replace(problem, inner=lambda w, lam, _: inner(w, Pair(*lam), _))
+    with pytest.raises(bl.BilevelError, match="A checkpoint cannot hold Pair"):
+        run(tuple(pair), reading, callbacks=[done.append])
+    assert len(done) == 1
 
 
 def test_ranks_agree_on_an_estimator_and_share_the_trainings_of_tune(tmp_path):
