@@ -1,7 +1,9 @@
 """Parts of torch that a user's functions may use, and that hypergradients must get right: sparse tensors, torch.func,
 fused attention, weight normalisation, compiled objectives."""
 
+import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +104,34 @@ def test_torch_func_in_a_step():
 def test_attention():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     right(*of_module(layer, torch.randn(2, 4, 8)))
+
+
+@pytest.mark.parametrize("where", ["before its checks", "during its checks"])
+def test_weight_norm_in_first_calls_of_two_threads(where):
+    """A call that has begun uses what another one then finds out about the operations of the problem."""
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 1))
+    problem, task = of_module(module, torch.randn(5, 3))
+    w, answers, call = problem.init(LAM), [], {"dynamics": bl.GradientDescent(0.05), "steps": 6}
+    expected = central_differences(lambda lam: value_of(problem, lam, task, **call), LAM)
+
+    def waiting(result, here):
+        def function(lam):
+            if where == here and threading.current_thread() is threading.main_thread() and not answers:
+                thread = threading.Thread(target=ask_for_it)
+                thread.start()
+                thread.join()
+            return result
+
+        return function
+
+    def ask_for_it():
+        answers.append(bl.hypergradient(problem, LAM, task, **call).grad)
+
+    problem = replace(problem, init=waiting(w, "during its checks"))
+    call["dynamics"] = waiting(call["dynamics"], "before its checks")
+    ask_for_it()
+    assert len(answers) == 2
+    assert max(relative_error(found, expected) for found in answers) < 1e-7
 
 
 def test_attention_in_the_start_and_in_a_step():

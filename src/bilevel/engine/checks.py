@@ -14,7 +14,7 @@ from bilevel.engine.calls import check_continued
 from bilevel.engine.closures import refuse_closures, refuse_views_of_lam
 from bilevel.engine.derivatives import check_derivatives
 from bilevel.engine.diagnosis import refuse_non_finite_data
-from bilevel.engine.double_backward import TwiceDifferentiable
+from bilevel.engine.double_backward import TwiceDifferentiable, differentiable_twice
 from bilevel.engine.graphs import reached
 from bilevel.engine.hidden_derivatives import check_part
 from bilevel.engine.limits import calls_loss
@@ -150,6 +150,7 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
     memory = process.memory
     if key in memory.check_results:
         process.check_results = memory.check_results[key]
+        _follow_memory(process)
         return
     with TwiceDifferentiable() as mode:
         state = _check_start(process)
@@ -158,9 +159,8 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         after = _check_step(process, state, recorded)
         if torch.is_grad_enabled() or not value_only:
             _check_closures(process, method, state, recorded)
-    if mode.used and not memory.replaces_operations:
-        memory.replaces_operations = True
-        process.bound = process.bind(process.variables)
+    memory.replaces_operations |= mode.used
+    _follow_memory(process)
     check_purity(process, state)
     # A method that uses only values of f_T has its own test of which leaves of λ matter.
     if not value_only and method.outer_derivatives:
@@ -168,6 +168,13 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
         _check_derivatives(process, method, state, after)
     process.check_results.prepared = method.prepare(process)
     memory.check_results[key] = process.check_results
+
+
+def _follow_memory(process: Process) -> None:
+    """Run the functions in the context that the memory says, also if this or another thread's call has just decided on
+    it."""
+    if process.bound.user_context is not differentiable_twice(process.memory):
+        process.bound = process.bind(process.variables)
 
 
 def refuse_data_made_of_lam(lam: Tree, tasks: Tree) -> None:
