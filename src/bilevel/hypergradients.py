@@ -17,7 +17,7 @@ from bilevel import trees
 from bilevel.distributed import World
 from bilevel.dynamics import DynamicsLike, as_function_of_lam
 from bilevel.engine.any_order import any_order, check_higher_derivatives
-from bilevel.engine.calls import check_adjoint, continued, one_each, refuse_changed_data, versions
+from bilevel.engine.calls import check_adjoint, continued, one_each, own_saved_tensors, refuse_changed_data, versions
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.memory import Memory, memory_of
@@ -196,9 +196,10 @@ class Evaluator:
         def result(i: int) -> Hypergradient:
             return self._of_one_task(self.process(lam, tasks[i], starts[i], adjoint=adjoints[i], drawn=drawn), chosen)
 
-        if not isinstance(task, (list, tuple)):
-            return result(0)
-        results = self.world.collect(result, range(len(tasks)))
+        with own_saved_tensors():
+            if not isinstance(task, (list, tuple)):
+                return result(0)
+            results = self.world.collect(result, range(len(tasks)))
         device = trees.leaves(lam)[0].device
         if self.world.size > 1 and device.type != "cpu":
             results = [to_device(one, device) for one in results]
@@ -208,13 +209,14 @@ class Evaluator:
         """f_T alone."""
         tasks = check_arguments(self.problem, lam, task, self.steps)
         values = []
-        for one, begin in zip(tasks, one_each(start, tasks, task, "start"), strict=True):
-            process = self.process(lam, one, begin, allow_unused=True)
-            check_process(process, Unrolled(), value_only=True)
-            with torch.no_grad(), continued(process):
-                values.append(process.bound.outer(process.run()).detach())
-            if not bool(torch.isfinite(values[-1])):
-                explain_divergence(process)
+        with own_saved_tensors():
+            for one, begin in zip(tasks, one_each(start, tasks, task, "start"), strict=True):
+                process = self.process(lam, one, begin, allow_unused=True)
+                check_process(process, Unrolled(), value_only=True)
+                with torch.no_grad(), continued(process):
+                    values.append(process.bound.outer(process.run()).detach())
+                if not bool(torch.isfinite(values[-1])):
+                    explain_divergence(process)
         return torch.stack(values).mean()
 
     def process(self, lam: Tree, task: Task, start: Start = None, **settings: Any) -> Process:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from bilevel import trees
 from bilevel.dynamics import DynamicsLike
 from bilevel.engine.any_order import any_order, check_higher_derivatives
-from bilevel.engine.calls import refuse_changed_data, refuse_other_result, versions
+from bilevel.engine.calls import own_saved_tensors, refuse_changed_data, refuse_other_result, versions
 from bilevel.engine.checks import check_arguments, check_problem_and_steps, check_process
 from bilevel.engine.diagnosis import explain_divergence
 from bilevel.engine.memory import Memory, memory_of
@@ -95,9 +95,10 @@ def _solution(evaluator: Evaluator, lam: Tree, task: Task, method: Method | None
 def _run(evaluator: Evaluator, lam: Tree, task: Task) -> Tree:
     """w_T, without a graph."""
     # v is not known before the backward pass.
-    process = _with_product(evaluator, None).process(lam, task, allow_unused=True)
-    check_process(process, Unrolled(), value_only=True)
-    w = process.run()[0]
+    with own_saved_tensors():
+        process = _with_product(evaluator, None).process(lam, task, allow_unused=True)
+        check_process(process, Unrolled(), value_only=True)
+        w = process.run()[0]
     if not all(bool(torch.isfinite(leaf).all()) for leaf in trees.leaves(w)):
         explain_divergence(process)
     return trees.detach(w)
@@ -172,7 +173,8 @@ class _InGraph(Function):
                 "inner_solution(…) cannot be differentiated for a batch of cotangents at once (is_grads_batched=True, "
                 "or vectorize=True of torch.autograd.functional). Leave it out; torch then takes one after the other."
             )
-        leaves, values = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # inside torch.utils.checkpoint they can be read once
+        leaves, values = saved[: ctx.count], saved[ctx.count :]
         rest = [None] * len(cotangents)
         slopes = ctx.solution.pull_back(leaves, cotangents, values)
         if torch.is_grad_enabled():

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import bilevel as bl
 from bilevel import trees
@@ -206,3 +207,24 @@ def test_a_change_before_a_second_derivative_is_refused():
     with pytest.raises(bl.BilevelError, match="runs the steps again"):
         (slope,) = torch.autograd.grad(f, lam, create_graph=True)
         torch.autograd.grad(slope, lam)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_inside_torchs_checkpoint(reentrant):
+    """A part of a network that is run again in the backward pass, where saved tensors can be read once only."""
+    problem, lam, task = ridge()
+
+    def of_solution(lam):
+        return bl.inner_solution(problem, 2 * lam, task, **SETTINGS).sin().sum()
+
+    def of_value(lam):
+        return bl.objective(problem, 2 * lam, task, **SETTINGS).sin()
+
+    for function in (of_solution, of_value):
+        point = lam.clone().requires_grad_()
+        checkpoint(function, point, use_reentrant=reentrant).backward()
+        assert relative_error(point.grad, torch.autograd.functional.jacobian(function, lam)) < 1e-12
+        if not reentrant:  # torch has no second derivative of the other kind
+            (slope,) = torch.autograd.grad(checkpoint(function, point, use_reentrant=False), point, create_graph=True)
+            (found,) = torch.autograd.grad(slope.sum(), point)
+            assert relative_error(found, torch.autograd.functional.hessian(function, lam).sum(0)) < 1e-10

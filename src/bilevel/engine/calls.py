@@ -90,6 +90,19 @@ def _explain_other_dynamics(process: Process) -> Iterator[None]:
         ) from error
 
 
+def own_saved_tensors() -> AbstractContextManager[Any]:
+    """Inside this context, an enclosing `torch.utils.checkpoint` does not see the tensors that autograd saves.
+
+    It counts them, and would compute its whole function again for the gradient of every inner step.
+    """
+    # There is no public way to ask for hooks. Those of others, such as save_on_cpu, are left in place.
+    asked = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if asked is None else asked(False)
+    if hooks is None or getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint":
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def versions(tasks: Tree) -> tuple[int, ...]:
     """How often each tensor of the tasks has been changed in place. Tensors of inference mode cannot be changed."""
     return tuple(0 if leaf.is_inference() else leaf._version for leaf in trees.tensors(tasks))

@@ -94,8 +94,9 @@ class WithKnownGradient(Function):
         if not torch.is_grad_enabled():
             # The inputs are not used: the caller may have changed them in place since.
             return *no_gradients, *(cotangent * slope for slope in ctx.slopes)
-        count, function = len(ctx.saved_tensors) - len(ctx.slopes), ctx.function
-        tensors, slopes = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved, function = ctx.saved_tensors, ctx.function  # inside torch.utils.checkpoint they can be read once
+        count = len(saved) - len(ctx.slopes)
+        tensors, slopes = saved[:count], saved[count:]
         known = None if torch.func.debug_unwrap(ctx.value, recurse=False) is not ctx.value else ctx.value
 
         def record(*inputs: Tensor) -> Tensors:
