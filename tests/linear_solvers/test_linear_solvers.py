@@ -234,6 +234,21 @@ def test_a_singular_system_without_a_solution_is_refused(solver):
     assert not bl.BiCGSTAB().solve(Counted(matrix).operator(None), torch.ones(4)).converged
 
 
+@pytest.mark.parametrize("size", [3, 10, 50])
+@pytest.mark.parametrize("seed", range(4))
+def test_conjugate_gradients_refuse_a_singular_system_without_a_solution(size, seed):
+    """Whatever the sign of the rounding error that is left of the curvature."""
+    q = torch.linalg.qr(torch.stack([vector(size, 100 * seed + i) for i in range(size)])).Q
+    values = torch.cat([torch.linspace(1, 2, size - 1), torch.zeros(1)])
+    with pytest.raises(bl.BilevelError, match=r"singular|curvature .* ≤ 0"):
+        bl.CG().solve(Counted(q * values @ q.T).operator(True), vector(size, seed))
+    exact = torch.diag(values)
+    with pytest.raises(bl.BilevelError, match=r"singular|curvature .* ≤ 0"):
+        bl.CG().solve(Counted(exact).operator(True), vector(size, seed))
+    solved = bl.CG().solve(Counted(exact + 1e-9 * torch.eye(size)).operator(True), vector(size, seed))
+    assert solved.residual < 1e-6
+
+
 def test_the_normal_equations_need_the_transpose():
     with pytest.raises(bl.BilevelError, match="Aᵀ"):
         bl.NormalCG().solve(Operator(lambda v: nonsymmetric(8, 0) @ v), vector(8, 0))

@@ -61,9 +61,14 @@ class CG(LinearSolver):
         x, residual, spent = conjugate(operator, b, x0, self.tol, self.max_iter)
         # The residual of the recurrence drifts from the true one, so the true one is measured.
         moved = spent > (x0 is not None)
-        measured = relative(b - operator(x) if moved else residual, b)
+        left = b - operator(x) if moved else residual
+        measured = relative(left, b)
         products += spent + moved
-        return LinearSolution(x, measured, products, measured <= 10 * reachable(self.tol, b))
+        converged = measured <= 10 * reachable(self.tol, b)
+        if not converged:
+            _refuse_singular(operator, b, x, b - left)
+            products += 1
+        return LinearSolution(x, measured, products, converged)
 
     @classmethod
     def examples(cls) -> list[Self]:
@@ -112,6 +117,17 @@ def conjugate(
         length = slope / curvature
         x, residual, previous = x + length * direction, residual - length * image, slope
     return x, residual, iterations + started
+
+
+def _refuse_singular(operator: Operator, b: Tensor, x: Tensor, image: Tensor) -> None:
+    """Refuse an x that the matrix maps to almost nothing: division by a rounding error made it that large."""
+    shrunk, usual = image.norm() / x.norm(), operator(b).norm() / b.norm()
+    if shrunk <= 100 * torch.finfo(b.dtype).eps * usual:
+        raise BilevelError(
+            f"CG's solution grew to {float(x.norm() / b.norm()):.2g} times the right-hand side: the matrix is "
+            "singular, so that the solution w is not isolated and has no derivative. Add an L2 term to the inner "
+            "objective, or use Reverse()."
+        )
 
 
 def refuse_unless_symmetric(operator: Operator, b: Tensor, solver: str) -> None:
