@@ -130,6 +130,22 @@ class TestEmptySets:
         with refused("empty set"):
             make()
 
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: bl.Box(torch.zeros(2), 1), (r"Box", r"\[2\]", r"\[3\]")),
+            (lambda: bl.Box(torch.zeros(1, 3), 1), (r"Box", r"\[1, 3\]", r"\[3\]")),
+            (lambda: bl.Ball(1.0, center=torch.ones(2)), (r"Ball", r"\[2\]", r"\[3\]")),
+            (lambda: bl.Ball(1.0, center=torch.ones(2, 3)), (r"Ball", r"\[2, 3\]", r"\[3\]")),
+            (lambda: bl.Box(None, 1), ("Box", "None", "inf")),
+            (lambda: bl.Box(0, {"a": "large"}), ("Box", "large", "inf")),
+            (lambda: bl.Polyhedron([[1.0, 1.0, 1.0]], [1.0]), ("Polyhedron", "list", "matrix")),
+        ],
+    )
+    def test_bounds_that_do_not_fit_are_refused(self, make, words):
+        with refused(*words):
+            make().project(torch.full((3,), 2.0))
+
     def test_a_constraint_for_a_leaf_that_is_not_there(self):
         with refused(r"λ\['b'\]"):
             bl.solve(

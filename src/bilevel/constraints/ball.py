@@ -38,7 +38,7 @@ class Ball(Constraint):
             raise BilevelError(
                 f"Ball has the center {trees.describe(center)} for a λ of {trees.describe(lam)}. Pass a tree like λ."
             )
-        center = trees.map(as_like, center, lam)
+        center = _like(center, lam)
         offset = trees.subtract(lam, center)
         # A tensor, not a float, because an inner step may contain this projection and is differentiated.
         distance = trees.norm(offset)
@@ -48,9 +48,7 @@ class Ball(Constraint):
 
     def support(self, direction: Tree) -> Tensor:
         reach = self.radius * trees.norm(direction)
-        return (
-            reach if self.center is None else reach + trees.dot(direction, trees.map(as_like, self.center, direction))
-        )
+        return reach if self.center is None else reach + trees.dot(direction, _like(self.center, direction))
 
     @classmethod
     def examples(cls) -> list[tuple[Self, Tree]]:
@@ -59,3 +57,7 @@ class Ball(Constraint):
             (cls(0.7), {"a": vector, "b": vector[:2]}),
             (cls(2.0, center=torch.ones(5, dtype=torch.float64)), vector),
         ]
+
+
+def _like(center: Tree, lam: Tree) -> Tree:
+    return trees.map(lambda point, leaf: as_like(point, leaf, "The center of Ball"), center, lam)

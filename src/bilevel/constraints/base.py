@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ class Constraint(ABC):
         return [(cls(), torch.zeros(5, dtype=torch.float64))]
 
 
-def as_like(value: float | Tensor, leaf: Tensor) -> Tensor:
-    """A bound as a tensor of the leaf's dtype on its device."""
-    return torch.as_tensor(value, dtype=leaf.dtype, device=leaf.device)
+def as_like(value: Any, leaf: Tensor, name: str) -> Tensor:
+    """A bound as a tensor of the leaf's dtype on its device, which broadcasts to its shape."""
+    bound = torch.as_tensor(value, dtype=leaf.dtype, device=leaf.device)
+    sizes = zip(bound.shape[::-1], leaf.shape[::-1], strict=False)
+    if bound.ndim > leaf.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        raise BilevelError(
+            f"{name} of shape {list(bound.shape)} does not fit a tensor of shape {list(leaf.shape)}. Pass a number, or "
+            "a tensor that broadcasts to that shape."
+        )
+    return bound

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import Self
@@ -13,6 +14,8 @@ from bilevel import trees
 from bilevel.constraints.base import Constraint, as_like
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
+
+BOUND = "A bound of Box"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class Box(Constraint):
 
     def __post_init__(self) -> None:
         lows, highs = trees.leaves(self.low), trees.leaves(self.high)
+        kinds = int, float, Tensor, np.ndarray, np.generic
+        if not (lows and highs and all(isinstance(bound, kinds) for bound in (*lows, *highs))):
+            raise BilevelError(
+                f"Box({self.low!r}, {self.high!r}) has bounds that are not numbers. Pass numbers, tensors or trees of "
+                "them; float('inf') is no bound."
+            )
         if len(lows) == 1 or len(highs) == 1 or len(lows) == len(highs):
             count = max(len(lows), len(highs))
             for low, high in zip(lows * (count // len(lows)), highs * (count // len(highs)), strict=True):
@@ -47,18 +56,17 @@ class Box(Constraint):
         leaves, spec = trees.flatten(lam)
         lows, highs = _bounds(self.low, lam), _bounds(self.high, lam)
         clamped = [
-            leaf.clamp(as_like(a, leaf), as_like(b, leaf)) for leaf, a, b in zip(leaves, lows, highs, strict=True)
+            leaf.clamp(as_like(a, leaf, BOUND), as_like(b, leaf, BOUND))
+            for leaf, a, b in zip(leaves, lows, highs, strict=True)
         ]
-        if any(new.shape != old.shape for new, old in zip(clamped, leaves, strict=True)):
-            raise BilevelError(
-                f"Box has bounds that do not fit λ: they would turn {trees.describe(lam)} into "
-                f"{trees.describe(spec.unflatten(clamped))}. Pass numbers, or tensors that broadcast to λ's shapes."
-            )
         return spec.unflatten(clamped)
 
     def support(self, direction: Tree) -> Tensor:
         rows = zip(trees.leaves(direction), _bounds(self.low, direction), _bounds(self.high, direction), strict=True)
-        parts = [torch.where(d == 0, 0, d * torch.where(d > 0, as_like(b, d), as_like(a, d))).sum() for d, a, b in rows]
+        parts = [
+            torch.where(d == 0, 0, d * torch.where(d > 0, as_like(b, d, BOUND), as_like(a, d, BOUND))).sum()
+            for d, a, b in rows
+        ]
         return torch.stack(parts).sum()
 
     @classmethod

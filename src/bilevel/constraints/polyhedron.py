@@ -42,9 +42,10 @@ class Polyhedron(Constraint):
     def __post_init__(self) -> None:
         for matrix, vector, names in ((self.G, self.h, ("G", "h")), (self.A, self.b, ("A", "b"))):
             if (matrix is None) != (vector is None) or (
-                matrix is not None and (matrix.ndim != 2 or vector.shape != matrix.shape[:1])
+                matrix is not None
+                and (getattr(matrix, "ndim", 0) != 2 or getattr(vector, "shape", None) != matrix.shape[:1])
             ):
-                sizes = [None if part is None else list(part.shape) for part in (matrix, vector)]
+                sizes = [list(x.shape) if hasattr(x, "shape") else type(x).__name__ for x in (matrix, vector)]
                 raise BilevelError(
                     f"Polyhedron has {names[0]} and {names[1]} of the shapes {sizes[0]} and {sizes[1]}. Pass a matrix "
                     "and a vector with one entry per row, or neither."
