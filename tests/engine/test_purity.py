@@ -81,3 +81,11 @@ def test_a_mask_that_is_a_function_of_the_batch_is_none_of_this():
     exact = bl.hypergradient(seeded, LAM, TASK, **settings).grad
     assert relative_error(bl.hypergradient(seeded, LAM, TASK, method=bl.Implicit(), **settings).grad, exact) < 1e-6
     assert float(trees.norm(exact)) > 0
+
+
+def test_a_random_setting_of_a_dynamics_that_is_a_function_of_lam():
+    fixed, rates = problem(lambda x: x), iter(torch.linspace(0.1, 0.2, 100))
+    for random in (lambda lam: bl.GradientDescent(0.1 * torch.rand(())), lambda lam: bl.GradientDescent(next(rates))):
+        for method in (bl.Reverse(), bl.Implicit(), bl.ZeroOrder()):
+            with pytest.raises(bl.BilevelError, match=r"Step 1 gave another result.*pure function"):
+                bl.hypergradient(fixed, LAM, TASK, dynamics=random, steps=3, method=method)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
-from bilevel.dynamics import gradient
+from bilevel.dynamics import Dynamics, gradient
 from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
@@ -28,8 +28,10 @@ def check_purity(process: Process, state: State) -> None:
         refuse_impure(bound.outer(state), bound.outer(state), "The outer objective gave another value")
     if process.steps:
         t = process.times[0]
+        # A dynamics that is a function of λ is made again: its settings may be random.
+        other = bound if isinstance(process.source, Dynamics) else process.bind(process.variables)
         with torch.no_grad():
-            refuse_impure(bound.step(state, t), bound.step(state, t), f"Step {t} gave another result")
+            refuse_impure(bound.step(state, t), other.step(state, t), f"Step {t} gave another result")
             if process.check_results.uses_inner:
                 first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
                 refuse_impure(first, again, f"The gradient of the inner objective at step {t} was different")
