@@ -83,6 +83,17 @@ class TestOtherThings:
         with refused("sparse"):
             ask(ridge(init=lambda lam: torch.zeros(3).to_sparse()))
 
+    def test_a_result_of_forward_mode_for_another_lam(self):
+        """It carries ∂w/∂λ, which is of use for the same λ only."""
+        problem = ridge(inner=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam["a"].exp() * w**2).sum())
+        one = ask(problem, {"a": torch.zeros(3)}, method=bl.Forward())
+        ask(problem, {"a": torch.zeros(3)}, method=bl.Forward(), start=one)
+        with refused(r"\['a'\] float64\[3\]", r"\['a'\] float64\[\]", "start=result.inner"):
+            ask(problem, {"a": torch.tensor(0.0)}, method=bl.Forward(), start=one)
+        two = ridge(inner=lambda w, lam, b: problem.inner(w, lam, b) + lam["b"] ** 2 * w.sum())
+        with refused(r"start= is a result", r"\['b'\] float64\[\]", "start=result.inner"):
+            ask(two, {"a": torch.zeros(3), "b": torch.tensor(1.0)}, method=bl.Forward(), start=one)
+
     def test_a_start_that_is_no_tensor(self):
         with refused("start", "float"):
             ask(ridge(init=lambda lam: 0.0))

@@ -35,6 +35,15 @@ class Forward(Method):
     def check(self, process: Process) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise BilevelError(f"Forward(chunk={self.chunk}) propagates no column; pass chunk ≥ 1 or None.")
+        previous = process.previous
+        if previous is None or previous.tangents is None:
+            return
+        if [leaf.shape for leaf in trees.leaves(previous.grad)] != [leaf.shape for leaf in trees.leaves(process.lam)]:
+            raise BilevelError(
+                f"start= is a result for a λ of {trees.describe(previous.grad)}, and Forward goes on with the "
+                f"derivatives of its w in that λ. Now λ is {trees.describe(process.lam)}. Pass start=result.inner, "
+                "which has no derivatives, or go on with the same λ."
+            )
 
     def prepare(self, process: Process) -> None:
         """Check that the Jacobian-vector products of this method agree with reverse mode."""
