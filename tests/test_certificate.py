@@ -301,3 +301,18 @@ def test_no_bound_on_a_hypergradient_at_a_kink():
     certificate = bl.certify(problem, torch.zeros(3), bl.Task(x, torch.zeros(1)), **run)
     assert math.isinf(certificate.hypergradient_error) and math.isinf(certificate.hypergradient_bound)
     assert "no bound on the hypergradient" in certificate.outcome.lower()
+
+
+def test_a_first_certificate_of_a_problem_with_weight_norm():
+    """torch's second derivative of weight norm is wrong, and replaced from the checks of the first call on."""
+    torch.manual_seed(0)
+    w, apply = bl.functional(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 1)))
+    x = torch.randn(6, 3)
+    problem = bl.Problem(
+        lambda w, lam, b: (apply(w, x) - 1).pow(2).mean() + lam.exp() * sum((v**2).sum() for v in w.values()),
+        lambda w, lam, b: (apply(w, x) - 2).pow(2).mean(),
+        lambda lam: w,
+    )
+    call = {"dynamics": bl.GradientDescent(0.02), "steps": 60}
+    first, second = (bl.certify(problem, torch.tensor(-1.0), bl.Task(None, None), **call) for _ in range(2))
+    assert (first.mu, first.nu, first.value_gap) == (second.mu, second.nu, second.value_gap)

@@ -179,6 +179,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, nu: floa
             "training set: Task(train=all_of_it, val=…)."
         )
     check_process(process, Unrolled() if bound.dynamics.differentiable else Implicit())
+    bound = process.bound  # the checks may have made another one
     with continued(process):
         state = process.run()
     if not trees.all_finite(state):
