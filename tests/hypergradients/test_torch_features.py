@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import bilevel as bl
-from asking import ask, refused, ridge
+from asking import ask, data, refused, ridge
 from bilevel.hypergradients import value_of
 from bilevel.testing import central_differences, relative_error
 
@@ -225,3 +225,56 @@ class TestTexts:
         with refused("float16", "float32") as said:
             ask(problem, torch.zeros(3, dtype=half), method=bl.Implicit(), dynamics=bl.GradientDescent(1e-6))
         assert "definite" not in str(said.value)
+
+
+class TestGradientsInW:
+    """Objectives that contain a gradient in w, by torch.autograd.grad: gradient matching, gradient penalties."""
+
+    @staticmethod
+    def problem(slope, where):
+        def loss(w, b):
+            return (b[0] @ w - b[1]).square().mean()
+
+        def with_slope(w, b):
+            return loss(w, b) + 0.01 * slope(lambda w: loss(w, b), w).square().sum()
+
+        parts = {"inner": loss, "outer": loss, where: with_slope}
+        return ridge(
+            inner=lambda w, lam, b: parts["inner"](w, b) + (lam.exp() * w**2).sum(),
+            outer=lambda w, lam, b: parts["outer"](w, b),
+        )
+
+    @staticmethod
+    def by_autograd(loss, w):
+        return torch.autograd.grad(loss(w), w, create_graph=True)[0]
+
+    @staticmethod
+    def by_func(loss, w):
+        return torch.func.grad(loss)(w)
+
+    @pytest.mark.parametrize("where", ["inner", "outer"])
+    @pytest.mark.parametrize(
+        "method", [*EXACT, bl.Implicit(), bl.F2SA(), bl.FiniteDifference(), bl.ZeroOrder()], ids=str
+    )
+    def test_every_method(self, where, method):
+        found, expected = (
+            ask(self.problem(slope, where), method=method, steps=40) for slope in (self.by_autograd, self.by_func)
+        )
+        assert relative_error(found.grad, expected.grad) < 1e-8 and found.value == pytest.approx(float(expected.value))
+
+    @pytest.mark.parametrize("where", ["inner", "outer"])
+    def test_other_calls(self, where):
+        one, two = (self.problem(slope, where) for slope in (self.by_autograd, self.by_func))
+        lam, task, run = torch.zeros(3), bl.Task(data(), data(4)), {"dynamics": bl.GradientDescent(0.1), "steps": 5}
+        assert torch.allclose(bl.objective(one, lam, task, **run), bl.objective(two, lam, task, **run))
+        found, expected = (
+            torch.autograd.functional.hessian(lambda lam, p=p: bl.objective(p, lam, task, **run), lam)
+            for p in (one, two)
+        )
+        assert relative_error(found, expected) < 1e-10
+        assert bl.certify(one, lam, task, **run).value_gap == pytest.approx(bl.certify(two, lam, task, **run).value_gap)
+        with refused("diverged", error=bl.DivergenceError):
+            ask(one, dynamics=bl.GradientDescent(1e30), steps=50)
+        for algorithm in (bl.SOBA(), bl.BOME()):
+            found, expected = (bl.solve(p, lam, task, algorithm=algorithm, iterations=3).outer for p in (one, two))
+            assert relative_error(found, expected) < 1e-8

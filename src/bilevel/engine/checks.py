@@ -238,6 +238,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
             )
         if name.startswith("inner"):
             run_uncompiled(process, value)
+        _look_for_gradients(process, name, state, batch)
         if not isinstance(value, Tensor):
             raise BilevelError(
                 f"{name} returned {what_is(value)}; it must return a scalar tensor, without .item() or float()."
@@ -269,6 +270,19 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
                 "log(0), 0/0 or overflow.",
                 step=0,
             )
+
+
+def _look_for_gradients(process: Process, name: str, state: Any, batch: Tree) -> None:
+    """Find out whether an objective takes gradients in w itself: with a w that does not require grad it fails."""
+    objective = process.bound.inner if name.startswith("inner") else process.bound.outer_objective
+    try:
+        with torch.no_grad(), process.bound.user_context():
+            objective(state[0], process.bound.lam, batch)
+    except RuntimeError as error:
+        if "require grad" not in str(error):
+            raise
+        process.memory.takes_gradients = True
+        process.bound = process.bind(process.variables)
 
 
 def _check_derivatives(process: Process, method: Method, state: Any, after: Any) -> None:

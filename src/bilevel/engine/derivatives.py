@@ -142,7 +142,7 @@ class Objectives:
         bound = self.process.bind(tensors[self.count :])
         val = cast(bound.task.val, tensors[0].dtype)
         with bound.user_context():
-            return [self.process.problem.outer(self.spec.unflatten(tensors[: self.count]), bound.lam, val)]
+            return [bound.outer_objective(self.spec.unflatten(tensors[: self.count]), bound.lam, val)]
 
     def groups(self) -> dict[str, range]:
         """The tensors that are moved together: w; the leaves of λ, one by one if they are few; the encoded data."""

@@ -60,6 +60,7 @@ class Memory:
         samplers: samplers that gave the same batch twice, as weak references by identity.
         derivatives: kinds of calls whose derivatives agreed with differences.
         replaces_operations: the problem uses operations that torch cannot differentiate twice.
+        takes_gradients: an objective takes gradients in w itself, so it must be given a w that requires grad.
         runs_uncompiled: the problem's functions were compiled by `torch.compile`, and must run eagerly.
         reason: why `"auto"` last chose its method.
         related: memories of problems that are made from this one: with tensors of the task as part of λ, by their
@@ -70,6 +71,7 @@ class Memory:
     samplers: Recent[weakref.ref[Any]] = field(default_factory=Recent)
     derivatives: Recent[bool] = field(default_factory=Recent)
     replaces_operations: bool = False
+    takes_gradients: bool = False
     runs_uncompiled: bool = False
     reason: str | None = None
     related: Recent[Memory] = field(default_factory=Recent)

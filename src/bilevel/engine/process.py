@@ -21,7 +21,7 @@ from bilevel.engine.graphs import reached
 from bilevel.engine.memory import CheckResults, Memory
 from bilevel.engine.products import jacobian_vector_products
 from bilevel.errors import BilevelError
-from bilevel.problem import Problem, Task
+from bilevel.problem import Objective, Problem, Task
 from bilevel.trees import Tree
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ class Bound:
     def __init__(self, process: Process, lam: Tree, task: Task) -> None:
         self.lam, self.task = lam, task
         problem = process.problem
-        self.inner, self._outer, self._init = problem.inner, problem.outer, problem.init
+        self.inner, self.outer_objective, self._init = problem.inner, problem.outer, problem.init
+        if process.memory.takes_gradients:
+            self.inner, self.outer_objective = _with_live_w(self.inner), _with_live_w(self.outer_objective)
         self._fixed_point, self._residual = problem.fixed_point, problem.residual
         self._start, self._previous, self._drawn = process.start, process.previous, process.drawn
         # The context in which the user's functions run. The first check of the problem decides on it.
@@ -251,7 +253,20 @@ class Bound:
 
     def outer(self, state: State) -> Tensor:
         with self.user_context():
-            return self._outer(state[0], self.lam, self.task.val)
+            return self.outer_objective(state[0], self.lam, self.task.val)
+
+
+def _with_live_w(objective: Objective) -> Objective:
+    """The objective, called with gradients enabled and a w that requires grad."""
+
+    def evaluate(w: Tree, lam: Tree, batch: Tree) -> Tensor:
+        recorded = torch.is_grad_enabled()
+        with torch.enable_grad():
+            live = trees.map(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), w)
+            value = objective(live, lam, batch)
+        return value if recorded else value.detach()
+
+    return evaluate
 
 
 def _own_copy(leaf: Any) -> Tensor:
