@@ -1,6 +1,8 @@
 """What bad input gets: a BilevelError that names the thing, before any long work, with nothing of the user's
 changed."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -10,6 +12,14 @@ from asking import ask, data, learned_start, refused, ridge
 
 def test_the_baseline_works():
     assert ask().grad.shape == (3,)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A class that torch and this library know nothing about."""
+
+    one: torch.Tensor
+    two: torch.Tensor
 
 
 class TestObjectives:
@@ -51,6 +61,11 @@ class TestLam:
     def test_a_plain_number(self):
         with refused(r"λ\['lr'\]", "torch.tensor"):
             ask(lam={"lr": 0.1})
+
+    @pytest.mark.parametrize("make", [Pair, lambda *parts: {"all": set(parts)}, lambda *parts: {"a": parts}.values()])
+    def test_something_else_around_tensors(self, make):
+        with refused("λ", "is no tensor", "a dict, list or tuple of tensors"):
+            ask(lam=make(torch.zeros(3), torch.ones(3)))
 
     def test_no_leaves(self):
         with refused("no tensors"):
@@ -229,6 +244,12 @@ class TestDivergence:
         assert caught.value.loss is not None
         assert "step size 1e+30 lies above the limit" in str(caught.value)
         assert f"at step {caught.value.step}" in str(caught.value)
+
+    def test_a_step_size_that_is_no_number(self):
+        lam = {"l2": torch.zeros(3), "lr": torch.tensor(-0.1)}
+        problem = ridge(inner=lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + (lam["l2"].exp() * w**2).sum())
+        with refused("diverged", "step size is NaN", error=bl.DivergenceError):
+            ask(problem, lam, dynamics=lambda lam: bl.GradientDescent(lam["lr"].log()))
 
     def test_a_derivative_that_does_not_exist(self):
         with refused("hypergradient is NaN", "square root", error=bl.DivergenceError):

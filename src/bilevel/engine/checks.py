@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,10 +93,10 @@ def check_lam(lam: Tree) -> None:
                 "λ is an nn.Module. Pass its parameters, as lam, apply = bilevel.functional(module) gives them."
             )
         if not isinstance(leaf, Tensor):
-            raise BilevelError(
-                f"λ{trees.paths(lam)[index]} is {what_is(leaf)}. Write torch.tensor({leaf!r}) with a floating dtype "
-                "instead."
-            )
+            advice = "Pass a tensor or a dict, list or tuple of tensors."
+            if isinstance(leaf, (int, float, np.ndarray, np.generic)):
+                advice = f"Write torch.tensor({leaf!r}) with a floating dtype instead."
+            raise BilevelError(f"λ{trees.paths(lam)[index]} is {what_is(leaf)}, which is no tensor. {advice}")
         if leaf.is_complex():
             raise BilevelError(
                 f"λ{trees.paths(lam)[index]} is complex ({leaf.dtype}), and an outer variable must be real. Pass real "

@@ -92,6 +92,8 @@ def likely_cause(process: Process, start: State) -> str:
     if limit is None:
         return f"The largest curvature at the start is ν ≈ {nu:.4g}; try a smaller step size."
     lr, most = limit
+    if math.isnan(lr):
+        return "The step size is NaN: look for a logarithm, a root or a quotient where it is computed."
     if lr >= most:
         return (
             f"The step size {lr:.4g} lies above the limit {most:.4g} set by the largest curvature ν ≈ {nu:.4g}; use a "
