@@ -137,8 +137,8 @@ def _texts(frame: Any) -> list[str]:
             "--categorical NAME for those of one column, or --drop NAME."
         ]
     return [
-        f"Column {name!r} holds text ({first_of(column, column.notna())}). Write {option('--categorical', name)} to use "
-        f"its {column.nunique()} values as categories (--one-hot does so for every text column), or "
+        f"Column {name!r} holds text ({first_of(column, column.notna())}). Write {option('--categorical', name)} to "
+        f"use its {column.nunique()} values as categories (--one-hot does so for every text column), or "
         f"{option('--drop', name)}."
         for name, column in frame.items()
     ]
