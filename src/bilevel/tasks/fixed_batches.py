@@ -24,6 +24,7 @@ class FixedBatches:
         size: examples in a batch; it divides the number of examples.
         seed: the seed of the orders.
 
+    >>> import torch
     >>> batches = FixedBatches(torch.arange(6), size=2)
     >>> len(batches), batches[2], sorted(batches.index(t) for t in (1, 2, 3))
     (3, tensor([4, 5]), [0, 1, 2])

@@ -24,6 +24,7 @@ class LossWeights(Hyperparameter):
     Args:
         start: the weights before tuning; equal ones by default.
 
+    >>> import torch
     >>> LossWeights().mix(torch.tensor([0.25, 0.75]), [torch.tensor(4.0), torch.tensor(8.0)])
     tensor(7.)
     """
