@@ -89,7 +89,7 @@ class TableModel:
 
     @property
     def coefficients(self) -> Floats:
-        """The coefficients of a linear model's standardised features, outputs × features. Two classes: one output."""
+        """The coefficients of a linear model's standardised features, outputs × features. Two classes have one."""
         return np.atleast_2d(self.pipeline[-1].coef_)
 
     @property
