@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import bilevel
 from bilevel.data import ImageDataset
 from bilevel.experiments.base import ExperimentSettings, require
 from bilevel.experiments.overrides import as_options, as_text
-from bilevel.files import write_bytes, write_json
+from bilevel.files import read_json, write_bytes, write_json
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.evaluation import EpisodeScore, evaluate
 from bilevel.learners.runs import train_in
@@ -93,12 +94,17 @@ def train(
     job = kind(settings, data)
     ending = train_in(path, job, command, path.name, progress)
     job.learner.set_weights(read_tensors(RunFolder(path).best)[0])
-    points = [line for line in read_metrics(path) if "score" in line]
-    curve = [(int(line["iteration"]), line["score"], line["interval"]) for line in points]
-    minutes = points[-1]["minutes"] if points else 0.0
+    curve, minutes = validations(path)
     assert ending.best_iteration is not None
     stopped = ending.outcome.kind == "stopped early"
     return FinishedTraining(job.learner, settings, stopped, ending.iteration, ending.best_iteration, minutes, curve)
+
+
+def validations(path: Path) -> tuple[list[tuple[int, float, float]], float]:
+    """The accuracies on meta-validation with their hyperiterations and intervals, and the minutes up to the last."""
+    points = [line for line in read_metrics(path) if "score" in line]
+    curve = [(int(line["iteration"]), line["score"], line["interval"]) for line in points]
+    return curve, points[-1]["minutes"] if points else 0.0
 
 
 def with_schedule(training: TrainingSettings, iterations: int, looks: int, episodes: int) -> TrainingSettings:
@@ -128,12 +134,32 @@ def draw_curve(axes: Axes, curve: Sequence[Sequence[float]], colour: str, label:
 
 @dataclass(frozen=True)
 class EvaluatedTraining:
-    """Accuracy on meta-test with the step size that was best on meta-validation."""
+    """Accuracy on meta-test with the step size that was best on meta-validation.
+
+    Attributes:
+        inner_lr: the step size.
+        validation: the accuracy on meta-validation.
+        per_episode: the accuracy in every meta-test episode. All trainings are evaluated on the same episodes.
+        of_seeds: the half-width of the 95 % interval that the spread of several seeds gives; 0 for one seed.
+    """
 
     inner_lr: float
     validation: float
-    accuracy: float
-    interval: float
+    per_episode: tuple[float, ...]
+    of_seeds: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.per_episode) / len(self.per_episode)
+
+    @property
+    def interval(self) -> float:
+        """The half-width of the 95 % interval over episodes and seeds."""
+        return math.hypot(half_width(self.per_episode), self.of_seeds)
+
+    def numbers(self) -> dict[str, float]:
+        names = "inner_lr", "validation", "accuracy", "interval"
+        return {name: getattr(self, name) for name in names}
 
 
 def evaluate_with_steps(
@@ -150,30 +176,49 @@ def evaluate_with_steps(
 
     tried = {size: score("val", size, validation_episodes).means[-1] for size in sizes}
     size = max(tried, key=lambda one: tried[one])
-    test = score("test", size, test_episodes)
-    return EvaluatedTraining(size, tried[size], test.means[-1], test.intervals[-1])
+    return EvaluatedTraining(size, tried[size], tuple(score("test", size, test_episodes).per_episode[:, -1].tolist()))
+
+
+def stored(file: Path, of: dict[str, Any]) -> Any:
+    """The score in a file, if it is `of` the same settings and data; otherwise None.
+
+    The log and this file are enough: the weights of a training that was evaluated need not be kept.
+    """
+    if not file.exists():
+        return None
+    known = read_json(file)
+    # Settings that are newer than the file have their defaults.
+    settings = json.loads(json.dumps(TrainingSettings.of(known["of"]["settings"]).plain()))
+    return known["found"] if {**known["of"], "settings": settings} == of else None
 
 
 def over_seeds(found: Sequence[EvaluatedTraining]) -> EvaluatedTraining:
     """The mean over trainings from several seeds.
 
-    Its interval includes both sources of noise: the episodes' intervals, and the spread of the seeds' means.
-
-    >>> round(over_seeds([EvaluatedTraining(0.1, 0.5, 0.6, 0.03), EvaluatedTraining(0.1, 0.5, 0.6, 0.03)]).interval, 6)
-    0.021213
+    >>> both = over_seeds([EvaluatedTraining(0.1, 0.5, (0.6, 0.8)), EvaluatedTraining(0.1, 0.5, (0.4, 0.6))])
+    >>> round(both.accuracy, 6), round(both.of_seeds, 6)
+    (0.6, 0.196)
     """
     count = len(found)
-    means = torch.tensor([one.accuracy for one in found], dtype=torch.float64)
-    episodes = sum(one.interval**2 for one in found) / count**2
-    seeds = 1.96**2 * float(means.var()) / count if count > 1 else 0.0
+    table = torch.tensor([one.per_episode for one in found], dtype=torch.float64)
     validation = sum(one.validation for one in found) / count
-    return EvaluatedTraining(found[0].inner_lr, validation, float(means.mean()), (episodes + seeds) ** 0.5)
+    of_seeds = half_width(table.mean(1).tolist()) if count > 1 else 0.0
+    return EvaluatedTraining(found[0].inner_lr, validation, tuple(table.mean(0).tolist()), of_seeds)
 
 
 def differ(one: EvaluatedTraining, other: EvaluatedTraining) -> tuple[float, float]:
-    """The difference of two accuracies, and the half-width of its 95 % interval if they are independent."""
-    width = torch.tensor([one.interval, other.interval]).norm()
-    return one.accuracy - other.accuracy, float(width)
+    """The difference of two accuracies, and the half-width of its 95 % interval.
+
+    Both are of the same episodes, so the differences within episodes count: an episode that is hard for one is hard for
+    the other.
+    """
+    gaps = [a - b for a, b in zip(one.per_episode, other.per_episode, strict=True)]
+    return sum(gaps) / len(gaps), math.hypot(half_width(gaps), one.of_seeds, other.of_seeds)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """The half-width of the 95 % interval of the mean, 1.96·std/√count."""
+    return 1.96 * float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from bilevel.experiments._strategies_notes import (
     ranked,
 )
 from bilevel.experiments._strategies_picture import draw
-from bilevel.experiments._trainings import command_of, problem_title, train, with_schedule
+from bilevel.experiments._trainings import command_of, problem_title, stored, train, with_schedule
 from bilevel.experiments.base import (
     ExperimentResult,
     ExperimentSettings,
@@ -46,7 +46,7 @@ from bilevel.experiments.base import (
     runs_folder,
     single_precision,
 )
-from bilevel.files import read_json, write_json
+from bilevel.files import write_json
 from bilevel.learners.evaluation import evaluate
 from bilevel.learners.presets import for_learner, preset
 from bilevel.learners.settings import TrainingSettings
@@ -197,12 +197,10 @@ def _score(
     path, per_iteration = runs / _folder(training), training.images_in_iteration
     of = {"episodes": s.test_episodes, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
     file = path / f"meta_test-{problem}.json"
-    # The log and this file are enough: the weights of a training that was evaluated need not be kept.
-    if file.exists() and _completed((known := read_json(file))["of"]) == of:
-        evaluated = known["found"]
-    elif not s.train:
+    evaluated = stored(file, of)
+    if evaluated is None and not s.train:
         return replace(nothing, failure=UNFINISHED)
-    else:
+    if evaluated is None:
         try:
             trained = train(path, training, data, command_of("strategies", s), progress)
         except DivergenceError as error:
@@ -214,11 +212,6 @@ def _score(
         write_json(file, {"of": of, "found": evaluated})
     curve = tuple(_curve(path, per_iteration))
     return replace(nothing, curve=curve, seconds=curve[-1][1], **evaluated)
-
-
-def _completed(of: dict[str, Any]) -> dict[str, Any]:
-    """What a score is of, with the defaults of settings that are newer than the file."""
-    return {**of, "settings": json.loads(json.dumps(TrainingSettings.of(of["settings"]).plain()))}
 
 
 def _curve(path: Path, per_iteration: int) -> Iterator[tuple[int, float, float, float]]:

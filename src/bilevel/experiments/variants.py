@@ -9,6 +9,7 @@ today (multiclass-today: augmented images, SGD, a cosine classifier, normalised 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -20,7 +21,6 @@ from bilevel.experiments._table_4_trainings import ClassicTraining, PaperMulticl
 from bilevel.experiments._trainings import (
     PROBLEMS,
     EvaluatedTraining,
-    FinishedTraining,
     check_datasets,
     command_of,
     differ,
@@ -29,7 +29,9 @@ from bilevel.experiments._trainings import (
     open_all,
     over_seeds,
     problem_title,
+    stored,
     train,
+    validations,
     with_schedule,
 )
 from bilevel.experiments.base import (
@@ -43,6 +45,7 @@ from bilevel.experiments.base import (
     runs_folder,
     single_precision,
 )
+from bilevel.files import write_json
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.training import FewShotTraining
 from bilevel.models.batch_norm import MEANING
@@ -106,8 +109,18 @@ KINDS: dict[str, Callable[[TrainingSettings, ImageDataset], FewShotTraining]] = 
 WIDE = {"c4l": ("c4l-64", 0.3)}
 
 
+@dataclass(frozen=True)
+class TrainedVariant:
+    """A variant that was trained from one seed. `curve` holds its accuracies on meta-validation."""
+
+    iterations: int
+    minutes: float
+    curve: list[tuple[int, float, float]]
+    evaluated: EvaluatedTraining
+
+
 # The trainings of a variant, one for each seed.
-Trainings = list[tuple[FinishedTraining, EvaluatedTraining]]
+Trainings = list[TrainedVariant]
 
 
 @dataclass(frozen=True)
@@ -182,12 +195,20 @@ def training_of(s: VariantsSettings, dataset: str, variant: str, iterations: int
 
 def train_and_evaluate(
     s: VariantsSettings, variant: str, training: TrainingSettings, data: ImageDataset, path: Path, progress: bool | None
-) -> tuple[FinishedTraining, EvaluatedTraining]:
-    """One variant from one seed, trained to its end."""
-    kind = KINDS.get(variant, FewShotTraining)
-    trained = train(path, training, data, command_of("variants", s), progress, kind)
-    sizes = [factor * trained.settings.inner_lr for factor in s.step_factors]
-    return trained, evaluate_with_steps(trained, data, sizes, s.validation_episodes, s.test_episodes)
+) -> TrainedVariant:
+    """One variant from one seed, trained to its end. A score that is stored beside the training is only read."""
+    sizes = [factor * training.inner_lr for factor in s.step_factors]
+    asked = {"sizes": sizes, "episodes": [s.validation_episodes, s.test_episodes]}
+    of = {**asked, "settings": json.loads(json.dumps(training.plain())), "data": data.fingerprint}
+    file = path / "meta_test.json"
+    found = stored(file, of)
+    if found is None:
+        trained = train(path, training, data, command_of("variants", s), progress, KINDS.get(variant, FewShotTraining))
+        found = asdict(evaluate_with_steps(trained, data, sizes, s.validation_episodes, s.test_episodes))
+        write_json(file, {"of": of, "found": found})
+    curve, minutes = validations(path)
+    evaluated = EvaluatedTraining(**{**found, "per_episode": tuple(found["per_episode"])})
+    return TrainedVariant(training.iterations, minutes, curve, evaluated)
 
 
 def _folder(dataset: str, variant: str, seed: int) -> str:
@@ -195,24 +216,23 @@ def _folder(dataset: str, variant: str, seed: int) -> str:
 
 
 def _minutes(each: Trainings) -> list[float]:
-    return [trained.minutes for trained, _ in each]
+    return [one.minutes for one in each]
 
 
 def _together(each: Trainings) -> EvaluatedTraining:
-    return over_seeds([evaluated for _, evaluated in each])
+    return over_seeds([one.evaluated for one in each])
 
 
 def _numbers(each: Trainings) -> dict[str, Any]:
-    seeds = [asdict(evaluated) for _, evaluated in each]
-    first = each[0][0]
-    return {**asdict(_together(each)), "seeds": seeds, "hyperiterations": first.iterations, "curve": first.curve}
+    seeds, first = [one.evaluated.numbers() for one in each], each[0]
+    return {**_together(each).numbers(), "seeds": seeds, "hyperiterations": first.iterations, "curve": first.curve}
 
 
 def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> TextTable:
     base = PROBLEMS[dataset]
     shown = []
     for variant, each in rows.items():
-        trained, evaluated = each[0][0], _together(each)
+        trained, evaluated = each[0], _together(each)
         if dataset == "miniimagenet" and variant in PRINTED:
             paper, gap = f"{PRINTED[variant]:.2f}", f"{100 * evaluated.accuracy - PRINTED[variant]:+.2f}"
             why = (
@@ -222,9 +242,12 @@ def _table(s: VariantsSettings, dataset: str, rows: dict[str, Trainings]) -> Tex
         else:
             paper = gap = "–"
             why = "not in the paper" if dataset == "miniimagenet" else "the paper has MiniImagenet only"
-        scores = percent(evaluated.accuracy, evaluated.interval), ", ".join(percent(one.accuracy) for _, one in each)
+        scores = (
+            percent(evaluated.accuracy, evaluated.interval),
+            ", ".join(percent(one.evaluated.accuracy) for one in each),
+        )
         length = f"{trained.iterations:,}", f"{sum(_minutes(each)) / len(each):.1f}"
-        sizes = ", ".join(f"{one.inner_lr:g}" for _, one in each)
+        sizes = ", ".join(f"{one.evaluated.inner_lr:g}" for one in each)
         shown.append((variant, paper, *scores, gap, *length, sizes, why))
     columns = ("variant", "paper", "ours", "each seed", "difference", "hyperiterations", "minutes", "step size", "why")
     title = (
@@ -270,9 +293,12 @@ def _notes(s: VariantsSettings, found: dict[str, dict[str, Trainings]]) -> tuple
         f"Every variant has the same number of images in a hyperiteration and is evaluated on the same episodes, after "
         f"T = {s.steps} steps from zero, with the step size that was best on meta-validation. Support and query sets "
         f"are disjoint. Batch norm: episode, {MEANING['episode']}.",
-        "Intervals are over episodes and over the seeds, whose means count as a sample of their own."
-        if s.seeds > 1
-        else "Intervals are over episodes; they do not know how much another seed would change.",
+        "Intervals of differences are over the differences within episodes, which are the same for all variants. "
+        + (
+            "All intervals include the spread of the seeds' means."
+            if s.seeds > 1
+            else "No interval includes how much another seed would change."
+        ),
     )
 
 
@@ -350,16 +376,17 @@ def _draw(path: Path, numbers: Mapping[str, Mapping[str, Any]]) -> None:
 def _draw_bars(axes: Axes, dataset: str, rows: Mapping[str, Any], printed: Mapping[str, float]) -> None:
     titled(axes, f"{dataset}: meta-test", "accuracy in per cent")
     places = list(range(len(rows)))[::-1]
+    longest = max([100 * found["accuracy"] for found in rows.values()] + list(printed.values()))
     for place, (variant, found), colour in zip(places, rows.items(), COLOURS, strict=False):
         value, width = 100 * found["accuracy"], 100 * found["interval"]
         axes.barh(place, value, 0.62, color=colour, xerr=width, ecolor=BLACK, capsize=3)
-        beside: Any = {"textcoords": "offset points", "va": "center", "fontsize": 9.5}
-        axes.annotate(f"{value:.1f}", (value + width, place), (5, 0), **beside)
+        # In a column of their own, where no bar and no mark of the paper's reaches.
+        axes.text(1.16 * longest, place, f"{value:.1f}", ha="right", va="center", fontsize=9.5)
         if variant in printed:
             dots(axes, printed[variant], place, BLACK, marker="D", zorder=5)
     if printed:
         dots(axes, [], [], BLACK, "the paper's", marker="D")
-        axes.legend(loc="lower right")
+        legend_below(axes)
     axes.set_yticks(places, list(rows))
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.16 * max([100 * found["accuracy"] for found in rows.values()] + list(printed.values())))
+    axes.set_xlim(0, 1.18 * longest)
