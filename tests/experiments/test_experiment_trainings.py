@@ -1,6 +1,7 @@
 """Table 4 and Figure 6: six variants and four numbers of inner steps, trained for real on a few scripts of Glyphs."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,9 +219,27 @@ def test_early_stopping_ends_a_training_and_the_table_says_where(tmp_path):
             assert row["ended after"] == row["best after"] + 4
 
 
-def curve(steps, iterations, most, score):
-    training, points = TrainingSettings(steps=steps, iterations=most), [(0, 0.2, 0.1), (2, score, 0.01)]
-    return FinishedTraining(None, training, iterations < most, iterations, 2, 0.0, points)
+def test_logs_of_finished_trainings_are_enough(four, tmp_path, monkeypatch):
+    first, written = four
+    shutil.copytree(written.folder, tmp_path / "validate-t")
+    for weights in tmp_path.rglob("*.safetensors"):
+        weights.unlink()
+
+    def train(*args):
+        raise AssertionError("a finished training is trained again")
+
+    monkeypatch.setattr(validate_t, "train", train)
+    again, _ = reproduce("validate-t", {"steps": "3,8"}, quick=True, out=tmp_path, progress=False)
+    assert again.numbers == first.numbers
+
+    log = tmp_path / "validate-t" / "runs" / "glyphs-T8" / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(AssertionError, match="trained again"):
+        reproduce("validate-t", {"steps": "3,8"}, quick=True, out=tmp_path, progress=False)
+
+
+def curve(iterations, most, score):
+    return _trainings.TrainingCurve(iterations < most, iterations, 2, 0.0, [(0, 0.2, 0.1), (2, score, 0.01)])
 
 
 @pytest.mark.parametrize(
@@ -234,10 +253,7 @@ def curve(steps, iterations, most, score):
     ],
 )
 def test_what_the_ends_say(ends, words):
-    rows = {
-        steps: curve(steps, end, 10, score)
-        for steps, end, score in zip((3, 5, 8), ends, (0.5, 0.6, 0.595), strict=True)
-    }
+    rows = {steps: curve(end, 10, score) for steps, end, score in zip((3, 5, 8), ends, (0.5, 0.6, 0.595), strict=True)}
     text = validate_t.stopping_note("glyphs", rows)
     assert words in text and "T = 5 is best" in text and "T = 8 came within" in text
 
@@ -249,7 +265,7 @@ def test_the_step_size_is_the_best_on_meta_validation_and_none_diverges(glyphs):
     torch.set_default_dtype(torch.float32)
     settings = replace(_trainings.PROBLEMS["glyphs"], steps=3)
     learner = _trainings.FewShotTraining(settings, glyphs).learner
-    trained = FinishedTraining(learner, settings, False, 0, 0, 0.0, [])
+    trained = FinishedTraining(False, 0, 0, 0.0, [], learner, settings)
     found = {size: _trainings.evaluate_with_steps(trained, glyphs, [size], 10, 4) for size in (1e-4, 0.03, 1e4)}
     both = _trainings.evaluate_with_steps(trained, glyphs, list(found), 10, 4)
     best = max(found, key=lambda size: found[size].validation)

@@ -27,6 +27,7 @@ from bilevel.source_commit import commit
 from bilevel.training.files import read_tensors, write_tensors
 from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
+from bilevel.training.stopping import EarlyStopping
 
 # One-shot problems that differ in how long they take: seconds, minutes and hours. Photographs of 84×84 pixels instead
 # of 42×42 would take four times as long.
@@ -38,11 +39,9 @@ PROBLEMS = {
 
 
 @dataclass(frozen=True)
-class FinishedTraining:
-    """A finished training: its learner with the best weights, and its accuracies on meta-validation."""
+class TrainingCurve:
+    """How a finished training went: its accuracies on meta-validation, and where it ended."""
 
-    learner: HyperRepresentation
-    settings: TrainingSettings
     stopped_early: bool
     iterations: int
     best_iteration: int
@@ -52,6 +51,14 @@ class FinishedTraining:
     @property
     def best(self) -> tuple[int, float, float]:
         return next(point for point in self.curve if point[0] == self.best_iteration)
+
+
+@dataclass(frozen=True)
+class FinishedTraining(TrainingCurve):
+    """A finished training, and its learner with the best weights."""
+
+    learner: HyperRepresentation
+    settings: TrainingSettings
 
 
 def check_datasets(names: Sequence[str], **per_dataset: Sequence[Any]) -> None:
@@ -97,7 +104,28 @@ def train(
     curve, minutes = validations(path)
     assert ending.best_iteration is not None
     stopped = ending.outcome.kind == "stopped early"
-    return FinishedTraining(job.learner, settings, stopped, ending.iteration, ending.best_iteration, minutes, curve)
+    return FinishedTraining(stopped, ending.iteration, ending.best_iteration, minutes, curve, job.learner, settings)
+
+
+def logged(path: Path, settings: TrainingSettings, data: ImageDataset) -> TrainingCurve | None:
+    """The curve of a training that is finished according to its log, if it had these settings and data.
+
+    The log is enough: the weights of a training of which only the curve is shown need not be kept.
+    """
+    folder = RunFolder(path)
+    if not folder.exists():
+        return None
+    config = folder.config()
+    if TrainingSettings.of(config["settings"]) != settings or config["data"]["fingerprint"] != data.fingerprint:
+        return None
+    curve, minutes = validations(path)
+    stopping = EarlyStopping(settings.patience)
+    for at, score, _ in curve:
+        stopping.update(at, score)
+    last = curve[-1][0] if curve else 0
+    if not stopping.stop and last < settings.iterations:
+        return None
+    return TrainingCurve(last < settings.iterations, last, stopping.best_iteration, minutes, curve)
 
 
 def validations(path: Path) -> tuple[list[tuple[int, float, float]], float]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from bilevel.experiments._trainings import (
     PROBLEMS,
-    FinishedTraining,
+    TrainingCurve,
     check_datasets,
     command_of,
     draw_curve,
+    logged,
     open_all,
     problem_title,
     train,
@@ -72,14 +73,15 @@ def run(settings: ValidateTSettings, out: Path, progress: bool | None = None) ->
     """Train with every T, and draw Figure 6."""
     _check(settings)
     command = command_of("validate-t", settings)
-    found: dict[str, dict[int, FinishedTraining]] = {}
+    found: dict[str, dict[int, TrainingCurve]] = {}
     with single_precision(), one_thread():
         opened = open_all(settings.datasets)
         for index, (name, data) in enumerate(opened.items()):
             found[name] = {}
             for steps in settings.steps:
                 training, folder = training_of(settings, index, steps), runs_folder(out) / f"{name}-T{steps}"
-                found[name][steps] = train(folder, training, data, command, progress)
+                curve = logged(folder, training, data) or train(folder, training, data, command, progress)
+                found[name][steps] = curve
     numbers = {name: {str(steps): _numbers(one) for steps, one in rows.items()} for name, rows in found.items()}
     _draw(out / "validate-t.png", numbers)
     return ExperimentResult(
@@ -110,7 +112,7 @@ def training_of(s: ValidateTSettings, index: int, steps: int) -> TrainingSetting
     )
 
 
-def _numbers(trained: FinishedTraining) -> dict[str, Any]:
+def _numbers(trained: TrainingCurve) -> dict[str, Any]:
     return {
         "curve": trained.curve,
         "best": trained.best[1],
@@ -120,7 +122,7 @@ def _numbers(trained: FinishedTraining) -> dict[str, Any]:
     }
 
 
-def _table(s: ValidateTSettings, index: int, rows: dict[int, FinishedTraining]) -> TextTable:
+def _table(s: ValidateTSettings, index: int, rows: dict[int, TrainingCurve]) -> TextTable:
     shown = []
     for steps, trained in rows.items():
         _, score, interval = trained.best
@@ -135,7 +137,7 @@ def _table(s: ValidateTSettings, index: int, rows: dict[int, FinishedTraining]) 
     return TextTable(title, columns, shown)
 
 
-def stopping_note(dataset: str, rows: dict[int, FinishedTraining]) -> str:
+def stopping_note(dataset: str, rows: dict[int, TrainingCurve]) -> str:
     """Whether larger T stop earlier, as the paper found, and which T is best."""
     best = max(rows, key=lambda steps: rows[steps].best[1])
     _, score, interval = rows[best].best
@@ -157,7 +159,7 @@ def stopping_note(dataset: str, rows: dict[int, FinishedTraining]) -> str:
     return text + " Larger T do not stop earlier here, unlike in the paper."
 
 
-def _notes(found: dict[str, dict[int, FinishedTraining]]) -> tuple[str, ...]:
+def _notes(found: dict[str, dict[int, TrainingCurve]]) -> tuple[str, ...]:
     return (
         *(stopping_note(name, rows) for name, rows in found.items()),
         f"Support and query sets are disjoint. Batch norm: episode, {MEANING['episode']}.",
