@@ -261,3 +261,17 @@ def test_a_preconditioner_saves_products_and_no_accuracy(solver):
     plain = solver.solve(Counted(matrix).operator(None), b)
     helped = solver.solve(Counted(matrix).operator(None, inverse=lambda v: v / diagonal), b)
     assert relative_error(helped.x, torch.linalg.solve(matrix, b)) < 1e-8 and helped.products < plain.products
+
+
+@pytest.mark.parametrize("method", [bl.Implicit(bl.BiCGSTAB(max_iter=1)), bl.Implicit(bl.GMRES(max_iter=0))])
+def test_a_solver_without_progress_is_an_error(method):
+    rotation = torch.tensor([[0.0, 2.0], [-2.0, 0.0]])
+    problem = bl.Problem(
+        fixed_point=lambda w, lam, data: rotation @ w + lam,
+        outer=lambda w, lam, data: (w**2).sum(),
+        init=lambda lam: torch.zeros(2),
+    )
+    lam = torch.tensor([1.0, 2.0])
+    start = torch.linalg.solve(torch.eye(2) - rotation, lam)
+    with pytest.raises(bl.BilevelError, match="without any progress"):
+        bl.hypergradient(problem, lam, bl.Task(0, 0), dynamics=bl.Picard(), steps=1, start=start, method=method)

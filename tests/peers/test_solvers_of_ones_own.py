@@ -117,8 +117,8 @@ def test_a_map_that_expands_is_refused_by_solvers_that_cannot(solver):
         ask(solver)
 
 
-def test_a_map_that_expands_makes_a_neumann_series_warn():
-    with pytest.warns(bl.BilevelWarning, match="residual"):
+def test_a_map_that_expands_makes_a_neumann_series_diverge():
+    with pytest.raises(bl.BilevelError, match="The Neumann series diverges"):
         ask(bl.Neumann(terms=30))
 
 

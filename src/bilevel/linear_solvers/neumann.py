@@ -35,6 +35,12 @@ class Neumann(LinearSolver):
         for _ in range(self.terms - 1):
             x = x + omega * (b - operator(x))
         residual = relative(b - operator(x), b)
+        # After a warm start the residual may be that of the start, which later calls reduce.
+        if x0 is None and not residual <= 1:
+            raise BilevelError(
+                f"The Neumann series diverges: after {self.terms} terms its relative residual is {residual:.2g}, and 0 "
+                "terms have 1. Pass a smaller step, or use CG() if the matrix is symmetric, GMRES() if it is not."
+            )
         # The caller chooses the accuracy by `terms`, so only a residual of a tenth or more counts as not converged.
         return LinearSolution(x, residual, products + self.terms + (x0 is not None), residual < 0.1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -174,9 +175,14 @@ class Implicit(Method):
             )
         solution = solver.solve(operator, b, process.adjoint)
         if not solution.converged:
-            warnings.warn(
+            stopped = (
                 f"{type(solver).__name__} stopped at a relative residual of {solution.residual:.2g} after "
-                f"{solution.products} products; the hypergradient carries an error of that order. {solver.advice}",
+                f"{solution.products} products"
+            )
+            if not math.isfinite(solution.residual) or not bool(solution.x.any()):
+                raise BilevelError(f"{stopped}, without any progress towards the solution. {solver.advice}")
+            warnings.warn(
+                f"{stopped}; the hypergradient carries an error of that order. {solver.advice}",
                 BilevelWarning,
                 stacklevel=2,
             )
