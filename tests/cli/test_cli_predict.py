@@ -19,7 +19,7 @@ from bilevel.tabular.preparing import used_table
 
 QUICK = ["--max-iter", "5", "--repeats", "1", "--cv", "2"]
 
-FLATS = ["--target", "price", "--one-hot", "--penalty", "shared", "--model", "ridge"]
+FLATS = ["--target", "price", "--penalty", "shared", "--model", "ridge"]
 
 
 def call(*arguments):
@@ -44,9 +44,9 @@ def place(tmp_path_factory):
     for name, table, *options in (
         ("number", "diabetes.csv", "--target", "target", "--model", "ridge"),
         ("classes", "cancer.csv", "--target", "target", "--model", "logistic"),
-        ("curves", "flats.csv", "--target", "price", "--one-hot", "--model", "additive"),
-        ("flats", "flats.csv", *FLATS),
-        ("filled", "gaps.csv", *FLATS, "--missing", "median"),
+        ("curves", "flats.csv", "--target", "price", "--model", "additive"),
+        ("flats", "flats.csv", *FLATS, "--missing", "error"),
+        ("filled", "gaps.csv", *FLATS),
         ("dropped", "gaps.csv", *FLATS, "--missing", "drop"),
     ):
         done = call("tune", root / table, *options, "--out", root / name, *QUICK)

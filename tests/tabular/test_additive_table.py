@@ -19,7 +19,7 @@ from bilevel.tabular.candidates import rivals
 from bilevel.tabular.results import chart_points, effects_csv, result_record
 from bilevel.training.files import read_tensors, write_tensors
 
-QUICK = {"model": "additive", "cv": 2, "repeats": 1, "max_iter": 3, "one_hot": True}
+QUICK = {"model": "additive", "cv": 2, "repeats": 1, "max_iter": 3}
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from bilevel.tabular.reading import read_table
 from bilevel.tabular.settings import TuneSettings
 from bilevel.tabular.study import tune
 
-FLATS = {"target": "price", "one_hot": True, "drop": ("weight",)}
+FLATS = {"target": "price", "drop": ("weight",)}
 
 
 def prepared(path, **settings):
@@ -32,7 +32,6 @@ def column(values, rows=80):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (column(["Oslo", "Rome"]), ["Column 'new' holds text", "'Oslo' in row 1", "--categorical new", "--drop new"]),
         (
             [f"${i},000.50" for i in range(80)],
             ["'new' holds numbers with '\\$'", "'\\$0,000.50' in row 1", "--drop new"],
@@ -59,7 +58,7 @@ def column(values, rows=80):
 def test_a_column_that_cannot_be_a_feature(tmp_path, values, words):
     path = flats(tmp_path / "flats.csv", new=values)
     with refused(*words):
-        prepared(path, target="price", drop=("weight", "town"))
+        prepared(path, target="price", drop=("weight", "town"), missing="error")
 
 
 def test_a_target_with_decimal_commas(tmp_path):
@@ -75,11 +74,20 @@ def test_all_bad_columns_are_named_at_once(tmp_path):
         day=column(["1/2/2020", "2/2/2020"]),
         gap=[None, *range(79)],
     )
-    with refused("Some columns", "'flat'", "'day'", "'town'", "'gap'"):
-        prepared(path, target="price")
-    path = flats(tmp_path / "texts.csv", colour=column(["red", "blue"]))
-    with refused("Columns 'town', 'colour' hold text", "--one-hot", "--categorical NAME"):
-        prepared(path, target="price")
+    with refused("Some columns", "'flat'", "'day'", "'gap'"):
+        prepared(path, target="price", missing="error")
+
+
+def test_text_is_categories_and_a_note_says_so(tmp_path):
+    one = prepared(flats(tmp_path / "one.csv"), target="price")
+    assert one.kinds["town"] == "categories"
+    values = pd.read_csv(tmp_path / "one.csv")["town"].nunique()
+    assert f"Column 'town' holds text: its {values} values are categories." in one.notes
+    two = prepared(flats(tmp_path / "two.csv", colour=column(["red", "blue"])), target="price")
+    assert two.kinds["colour"] == "categories"
+    assert "Columns 'town', 'colour' hold text: their values are categories." in two.notes
+    named = prepared(tmp_path / "one.csv", target="price", categorical=("town",))
+    assert not any("holds text" in note for note in named.notes)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_a_column_that_counts_the_rows_is_kept_with_a_note(tmp_path):
     found = prepared(flats(tmp_path / "flats.csv", number=range(100, 180)), **FLATS)
     assert "number" in found.kinds
     assert any("'number' counts the rows" in note and "--drop number" in note for note in found.notes)
-    assert prepared(flats(tmp_path / "flats.csv"), **FLATS).notes == []
+    assert not any("counts the rows" in note for note in prepared(flats(tmp_path / "flats.csv"), **FLATS).notes)
 
 
 @pytest.mark.parametrize("name", ["heat_index", "Covid", "grid", "flat_id"])
@@ -145,7 +153,7 @@ def test_percentages_are_one_feature(tmp_path):
         ({"price": [None] * 80}, {}, ["target 'price' has no values"]),
         (
             {"price": [*range(79), None]},
-            {},
+            {"missing": "error"},
             ["target 'price' has no value in 1 row, first in row 80", "--missing drop"],
         ),
         ({"price": [*range(79), "cheap"]}, {}, ["among its numbers: 'cheap' in row 80"]),
@@ -187,7 +195,7 @@ def test_targets_and_options_that_cannot_work(tmp_path, changes, settings, words
     [
         ({"model": "svm"}, ["--model svm", "ridge, elastic-net, logistic"]),
         ({"penalty": "all"}, ["--penalty all", "shared, per-feature, groups"]),
-        ({"missing": "mean"}, ["--missing mean", "error, median, drop"]),
+        ({"missing": "mean"}, ["--missing mean", "median, drop, error"]),
         ({"cv": 1}, ["--cv 1", "2 or more"]),
         ({"repeats": 0}, ["--repeats 0", "1 or more"]),
         ({"minutes": 0}, ["--minutes 0", "above 0"]),
@@ -215,7 +223,7 @@ def test_missing_fields_are_filled_or_their_rows_left_out(tmp_path):
     frame = pd.read_csv(flats(tmp_path / "flats.csv")).astype(object)
     frame.loc[3, "size"], frame.loc[5, "town"], frame.loc[7, "lift"], frame.loc[9, "price"] = [None] * 4
     path = written(tmp_path / "gaps.csv", frame)
-    filled = prepared(path, **FLATS, missing="median")
+    filled = prepared(path, **FLATS)
     steps = features(filled, fill=True)
     X = pd.DataFrame(steps["columns"].transform(filled.frame), filled.frame.index)
     assert len(filled.y) == 79 and 9 not in X.index
@@ -279,13 +287,13 @@ def test_the_task_follows_from_the_target(tmp_path):
     assert found.classes and set(found.y) == {"benign", "malignant"}
     shares = [(found.y[test] == "benign").mean() for _, test in next(iter(found.splits.outer(1)))]
     assert np.ptp(shares) < 0.02  # the classes are split alike
-    two = prepared(flats(tmp_path / "c.csv"), target="lift", one_hot=True)
+    two = prepared(flats(tmp_path / "c.csv"), target="lift")
     assert two.classes and set(two.y) == {"False", "True"} and "'lift' has two values" in two.reason
-    as_number = prepared(flats(tmp_path / "c.csv"), target="lift", one_hot=True, model="ridge")
+    as_number = prepared(flats(tmp_path / "c.csv"), target="lift", model="ridge")
     assert set(as_number.y) == {0.0, 1.0} and as_number.reason == ""
     rooms = flats(tmp_path / "d.csv", rooms=column([1, 2, 3]))
-    assert not prepared(rooms, target="rooms", one_hot=True).classes
-    assert prepared(rooms, target="rooms", one_hot=True, classes=True).classes
+    assert not prepared(rooms, target="rooms").classes
+    assert prepared(rooms, target="rooms", classes=True).classes
 
 
 def test_dates_become_numbers_of_the_calendar(tmp_path):

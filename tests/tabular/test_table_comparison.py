@@ -78,7 +78,7 @@ def test_verdicts_are_honest():
 
 def test_a_slow_model_is_left_out_and_the_first_round_is_finished(tmp_path):
     table = read_table(flats(tmp_path / "flats.csv"))
-    settings = {"target": "price", "one_hot": True, **QUICK, "repeats": 3}
+    settings = {"target": "price", **QUICK, "repeats": 3}
     told = []
     study = tune(table, TuneSettings(**settings, minutes=1e-6), doing=told.append)
     assert study.comparison.repeats == 1 and [one.name for one in study.comparison.models if one.kind]
@@ -99,9 +99,9 @@ def test_one_column_that_tells_the_target_is_a_hint(tmp_path, kind):
         frame["late"] = np.where(frame["y"] == "yes", 1.0, 0.0) + 0.1 * draw.normal(size=200)
         frame["late"] = np.where(frame["late"] > 0.5, "paid", "owed") if kind == "text" else frame["late"]
     table = read_table(written(tmp_path / "leak.csv", frame))
-    found = leaks(used_table(table, TuneSettings("y", one_hot=True)), fill=False)
+    found = leaks(used_table(table, TuneSettings("y")), fill=False)
     assert len(found) == 1 and "Column 'late' alone predicts" in found[0] and "--drop late" in found[0]
-    assert leaks(used_table(table, TuneSettings("y", one_hot=True, drop=("late",))), fill=False) == []
+    assert leaks(used_table(table, TuneSettings("y", drop=("late",))), fill=False) == []
 
 
 def test_a_leak_is_found_among_many_columns(tmp_path):
@@ -121,7 +121,7 @@ def test_the_additive_model_is_compared_on_the_columns_themselves(tmp_path):
     frame = pd.DataFrame({"x": x, "day": day, "kind": kind, "y": y})
     frame.loc[7, "x"] = None
     table = read_table(written(tmp_path / "curved.csv", frame))
-    study = tune(table, TuneSettings("y", one_hot=True, missing="median", **{**QUICK, "model": None}))
+    study = tune(table, TuneSettings("y", missing="median", **{**QUICK, "model": None}))
     assert study.verdict.best.name == "BilevelAdditiveRegressor" and study.verdict.best.own
     used = study.used
     train, test = next(iter(used.splits.outer(1)))[0]
@@ -147,7 +147,7 @@ def test_the_parts_of_the_variance_sum_to_r2():
 
 def test_the_variance_that_named_groups_explain(tmp_path):
     table = read_table(flats(tmp_path / "flats.csv", noise_1=range(80), noise_2=list(range(40)) * 2))
-    settings = TuneSettings("price", one_hot=True, drop=("weight",), group=("noise_*=nothing", "town=place"), **QUICK)
+    settings = TuneSettings("price", drop=("weight",), group=("noise_*=nothing", "town=place"), **QUICK)
     study = tune(table, settings)
     assert next(iter(study.variance)) == "other" and set(study.variance) == {"other", "nothing", "place"}
     assert study.groups["size"] == "other" and study.groups["noise_2"] == "nothing"

@@ -116,7 +116,7 @@ def test_the_measures_of_numbers(ridge):
 def test_the_unit_of_the_weights_decides_nothing(tmp_path):
     draw = np.random.default_rng(0).uniform(0.5, 2, 80)
     studies = [
-        tuned(flats(tmp_path / f"{unit}.csv", weight=draw * unit), target="price", weights="weight", one_hot=True)
+        tuned(flats(tmp_path / f"{unit}.csv", weight=draw * unit), target="price", weights="weight")
         for unit in (1.0, 2.0**-30)
     ]
     one, other = ([entry.scores["rmse"] for entry in study.comparison.models] for study in studies)
@@ -148,7 +148,7 @@ def mixed(study_settings, place):
     frame["door"] = ["left", "right"] * 60
     frame.loc[3, "size"], frame.loc[5, "town"], frame.loc[7, "lift"], frame.loc[9, "door"] = [None] * 4
     path = written(place / "mixed.csv", frame)
-    return tuned(path, target="price", one_hot=True, missing="median", **study_settings), pd.read_csv(path)
+    return tuned(path, target="price", missing="median", **study_settings), pd.read_csv(path)
 
 
 @pytest.mark.parametrize("settings", [{"penalty": "shared"}, {"group": ("columns",)}, {"model": "elastic-net"}])
@@ -178,7 +178,7 @@ def test_the_loaded_pipeline_is_a_scikit_learn_pipeline(tmp_path, settings):
 
 
 def test_a_pipeline_without_filling_refuses_empty_fields(tmp_path):
-    study = tuned(flats(tmp_path / "flats.csv"), target="price", one_hot=True, penalty="shared")
+    study = tuned(flats(tmp_path / "flats.csv"), target="price", penalty="shared", missing="error")
     frame = study.table.frame.astype(object)
     frame.loc[4, "town"] = None
     with refused("Column 'town' has no value in 1 row, first in row 5", "--missing median"):
@@ -187,7 +187,7 @@ def test_a_pipeline_without_filling_refuses_empty_fields(tmp_path):
 
 def test_weights_count_rows_in_proportion(place, tmp_path):
     path = flats(tmp_path / "flats.csv")
-    study = tuned(path, target="price", one_hot=True, weights="weight", penalty="shared")
+    study = tuned(path, target="price", weights="weight", penalty="shared")
     weights = study.used.weights
     assert "weight" not in study.model.features and set((weights / weights.min()).round(9)) == {1, 2, 3}
     assert weights.mean() == pytest.approx(1)
@@ -274,7 +274,7 @@ def test_groups_may_name_columns_that_are_left_out(tmp_path):
     file = tmp_path / "groups.json"
     groups = {"size": "one", "lift": "one", "town": "two", "constant": "two"}
     file.write_text(json.dumps(groups))
-    settings = {"target": "price", "one_hot": True, "drop": ("weight",), "group": (str(file),), "max_iter": 2}
+    settings = {"target": "price", "drop": ("weight",), "group": (str(file),), "max_iter": 2}
     assert {one["group"] for one in feature_rows(tuned(path, **settings))} == {"one", "two"}
     file.write_text(json.dumps({**groups, "garden": "one"}))
     with refused("names 'garden', not among the columns of the table"):
@@ -290,7 +290,7 @@ def test_indicators_of_a_column_may_share_a_penalty(tmp_path):
     noise = np.random.default_rng(11).normal(0, 20, len(rows))
     price = (30.0 * (rows["town"] == "Oslo") - 30.0 * (rows["town"] == "Rome") + noise).round(2)
     path = flats(tmp_path / "flats.csv", seed=1, price=price)
-    study = tuned(path, target="price", one_hot=True, drop=("weight",), penalty="groups", group=("columns",))
+    study = tuned(path, target="price", drop=("weight",), penalty="groups", group=("columns",))
     assert study.groups == {"size": "size", "town": "town", "lift": "lift"}
     assert [one["group"] for one in feature_rows(study)] == ["size", "town", "town", "town", "lift"]
     assert study.model.features[2:] == ["town=Lima", "town=Oslo", "town=Rome"]

@@ -85,17 +85,20 @@ def command(
     ] = None,
     categorical: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A column to turn into indicators, one for each value; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="A column of numbers whose values are categories, as those of text are; may be repeated.",
+        ),
     ] = None,
-    one_hot: Annotated[bool, typer.Option("--one-hot", help="Turn every text column into indicators.")] = False,
+    one_hot: Annotated[bool, typer.Option("--one-hot", hidden=True)] = False,
     missing: Annotated[
         str,
         typer.Option(
-            metavar="error|median|drop",
-            help="Empty fields: refuse them, fill them (with the median of the training rows, or the most frequent "
-            "text), or leave out their rows.",
+            metavar="median|drop|error",
+            help="Empty fields: fill them (with the median of the training rows, or the most frequent text; the "
+            "additive model has an effect of a missing value instead), leave out their rows, or refuse them.",
         ),
-    ] = "error",
+    ] = "median",
     weights: Annotated[str | None, typer.Option(metavar="NAME", help="A column of sample weights.")] = None,
     l1_ratio: Annotated[
         float | None, typer.Option(help="The share of the L1 penalty in the elastic net. [0.5]")

@@ -34,35 +34,33 @@ MAX_NUMBER = 1e100  # sums of squares of larger numbers overflow
 
 
 def feature_kinds(frame: Any, settings: TuneSettings) -> tuple[dict[str, FeatureKind], list[str]]:
-    """The kind of every feature column, and a note for every column that is left out or looks odd.
+    """The kind of every feature column, and notes on columns that are left out, hold text or look odd.
 
     A column is left out if nothing can be learned from it. Columns that cannot be used are refused together, in one
     error.
 
     >>> import pandas as pd
     >>> feature_kinds(pd.DataFrame({"town": ["Oslo", "Rome", "Oslo"]}), TuneSettings("price"))
-    Traceback (most recent call last):
-    bilevel.errors.BilevelError: Column 'town' holds text ('Oslo' in row 1). Write --categorical town to use its 2 \
-values as categories (--one-hot does so for every text column), or --drop town.
+    ({'town': 'categories'}, ["Column 'town' holds text: its 2 values are categories."])
     """
     kinds: dict[str, FeatureKind] = {}
     notes, problems, texts = [], [], []
     for name, column in frame.items():
         kind = kind_of(column)
-        categorical = name in settings.categorical or (settings.one_hot and kind == "text")
+        categorical = kind == "text" or name in settings.categorical
         if reason := _nothing_to_learn(str(name), column, kind):
             notes.append(f"Left out column {name!r}: {reason}.")
         elif problem := _problem(str(name), column, kind, categorical, name in settings.categorical):
             problems.append(problem)
-        elif kind == "text" and not categorical:
-            texts.append(str(name))
         else:
             kinds[str(name)] = _feature_kind(column, kind, categorical)
+            if kind == "text" and name not in settings.categorical:
+                texts.append(str(name))
             if kind == "number" and _counts_rows(column):
                 notes.append(
                     f"Column {name!r} counts the rows. If it is only a row number, {option('--drop', str(name))}."
                 )
-    problems += _texts(frame[texts])
+    notes += _texts(frame[texts])
     if settings.missing == "error":
         problems += _empty_fields(frame[list(kinds)])
     if len(problems) == 1:
@@ -132,15 +130,9 @@ def _problem(name: str, column: Any, kind: ColumnKind, categorical: bool, asked:
 def _texts(frame: Any) -> list[str]:
     """One sentence on all columns of text."""
     if len(frame.columns) > 1:
-        return [
-            f"Columns {listed(frame.columns)} hold text. Write --one-hot to use their values as categories, "
-            "--categorical NAME for those of one column, or --drop NAME."
-        ]
+        return [f"Columns {listed(frame.columns)} hold text: their values are categories."]
     return [
-        f"Column {name!r} holds text ({first_of(column, column.notna())}). Write {option('--categorical', name)} to "
-        f"use its {column.nunique()} values as categories (--one-hot does so for every text column), or "
-        f"{option('--drop', name)}."
-        for name, column in frame.items()
+        f"Column {name!r} holds text: its {column.nunique()} values are categories." for name, column in frame.items()
     ]
 
 

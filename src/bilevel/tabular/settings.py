@@ -9,7 +9,7 @@ from bilevel.errors import BilevelError
 
 ModelKind = Literal["additive", "ridge", "elastic-net", "logistic"]
 PenaltySharing = Literal["shared", "per-feature", "groups"]
-MissingRule = Literal["error", "median", "drop"]
+MissingRule = Literal["median", "drop", "error"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class TuneSettings:
         minutes: the time limit of the comparison.
         seed: the seed of the folds.
         drop: columns to leave out.
-        categorical: columns to turn into indicators, whatever they hold.
-        one_hot: turn every text column into indicators.
-        missing: what to do with empty fields: "error" refuses them, "median" fills them in, "drop" leaves the rows out.
+        categorical: columns whose values are categories, whatever they hold. Columns of text need not be named.
+        missing: what to do with empty fields: "median" fills them in, "drop" leaves the rows out, "error" refuses them.
         weights: a column of sample weights.
         l1_ratio: the ratio of the elastic net. None means 0.5.
         max_iter: the largest number of hyperiterations.
@@ -54,8 +53,7 @@ class TuneSettings:
     seed: int = 0
     drop: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
-    one_hot: bool = False
-    missing: MissingRule = "error"
+    missing: MissingRule = "median"
     weights: str | None = None
     l1_ratio: float | None = None
     max_iter: int = 100
