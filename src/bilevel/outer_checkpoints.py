@@ -78,7 +78,9 @@ class OuterCheckpoints:
     def _check(self, facts: Mapping[str, Any]) -> None:
         if "state" not in facts:
             raise BilevelError(f"The checkpoints in {self.folder} are not those of solve(…). Pass another folder.")
-        other = differences(facts["run"], self.run, free=set())
+        # Checkpoints of version 0.1.0 do not say their constraint.
+        free = set() if "constraint" in facts["run"] else {"constraint"}
+        other = differences(facts["run"], self.run, free)
         if other:
             self._refuse(other)
 

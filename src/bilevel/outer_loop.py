@@ -24,7 +24,7 @@ from bilevel.engine.method import Hypergradient, Method
 from bilevel.errors import BilevelError, DivergenceError, Outcome
 from bilevel.hypergradients import Evaluator, as_method
 from bilevel.hyperiterations import Loop, LoopEnded, Part, budget, tolerance
-from bilevel.outer_checkpoints import OuterCheckpoints, fingerprint, pack, run_facts, without_caches
+from bilevel.outer_checkpoints import OuterCheckpoints, description, fingerprint, pack, run_facts, without_caches
 from bilevel.outer_ranks import minimise_on_ranks
 from bilevel.outer_record import Iteration, Record, Solution
 from bilevel.outer_sources import Tasks, TaskSource, check_inner_side, listed, with_outer_batch
@@ -232,7 +232,7 @@ class _OuterRun:
                 f"checkpoint={str(folder)!r} was passed, but {type(algorithm).__name__} cannot resume from a saved "
                 "state. Leave checkpoint= out, or use another algorithm, such as Descent()."
             )
-        kind = {"algorithm": type(algorithm).__name__, "start": self.start}
+        kind = {"algorithm": type(algorithm).__name__, "start": self.start, "constraint": description(self.constraint)}
         checkpoints = OuterCheckpoints(Path(folder), every, processes, {**problem, **kind})
         leaves, spec = trees.flatten(outer.lam)
         states: list[Callable[[], Tree]] = []
