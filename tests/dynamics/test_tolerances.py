@@ -72,6 +72,22 @@ def test_a_solver_is_not_differentiated_step_by_step(method):
         bl.hypergradient(problem, lam, task, dynamics=bl.LBFGS(), steps=1, method=method)
 
 
+def test_until_does_not_hide_that_a_solver_has_no_derivative():
+    problem, lam, task = logistic()
+    run = {"dynamics": bl.Until(bl.LBFGS(), tol=1e-6, every=1), "steps": 3}
+    with pytest.raises(bl.BilevelError, match="Reverse differentiates the steps, but a step of Until"):
+        bl.hypergradient(problem, lam, task, allow_unused=True, **run)
+    exact = bl.hypergradient(problem, lam, task, method=bl.Implicit(newton=1e-12), **run)
+    chosen = bl.hypergradient(problem, lam, task, method="auto", **run)
+    assert chosen.stats.method == "Implicit" and relative_error(chosen.grad, exact.grad) < 1e-4
+
+
+def test_values_of_a_solver_are_not_compared():
+    problem, lam, task = logistic()
+    with pytest.raises(bl.BilevelError, match=r"ZeroOrder compares values of f_T.*Use Implicit\(\)"):
+        bl.hypergradient(problem, lam, task, dynamics=bl.LBFGS(), steps=1, method=bl.ZeroOrder())
+
+
 def test_auto_chooses_implicit_and_the_value_needs_no_method():
     problem, lam, task = logistic()
     run = {"dynamics": bl.LBFGS(), "steps": 1}

@@ -68,6 +68,10 @@ class Until(Dynamics):
     def equations(self) -> bool:  # type: ignore[override] # as the dynamics that it runs
         return self.dynamics.equations
 
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override] # as the dynamics that it runs
+        return self.dynamics.differentiable
+
     def init(self, w: Tree) -> Tree:
         device = trees.leaves(w)[0].device
         zero, no = torch.zeros((), dtype=torch.long, device=device), torch.zeros((), dtype=torch.bool, device=device)
