@@ -165,3 +165,10 @@ class TestOtherThings:
         result = ask(method=bl.Implicit())
         with refused("adjoint", r"`\.adjoint` of an earlier result"):
             ask(method=bl.Implicit(), adjoint=result)
+
+
+def test_a_constant_without_steps_has_the_gradient_zero():
+    problem = bl.Problem(lambda w, lam, _: ((w - lam) ** 2).sum(), lambda w, lam, _: w.sum(), lambda lam: torch.ones(2))
+    for method in (bl.Unrolled(), bl.Reverse()):
+        call = {"dynamics": bl.GradientDescent(0.1), "steps": 0, "method": method, "allow_unused": True}
+        assert bl.hypergradient(problem, torch.ones(2), bl.Task(None, None), **call).grad.tolist() == [0, 0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.engine.method import Hypergradient, Method
-from bilevel.engine.process import Process, State
+from bilevel.engine.process import Gradients, Process, State
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,10 @@ class Unrolled(Method):
 
     def __call__(self, process: Process) -> Hypergradient:
         value, state = record(process)
-        gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
+        gradients: Gradients = [None] * len(process.variables)
+        # Without steps, f_T may be a constant, which has no graph.
+        if value.requires_grad:
+            gradients = list(torch.autograd.grad(value, process.variables, allow_unused=True))
         memory = process.steps * process.recorded_bytes(state)
         return self.result(
             process, value.detach(), trees.detach(state), gradients, steps=process.steps, peak_memory=memory
