@@ -246,6 +246,12 @@ class TestZeroOrder:
         )
         assert sol.history["value"][0] >= 0.3 and sol.value < 0.05
 
+    def test_a_move_out_of_the_domain_of_lam_is_named(self):
+        problem, _, task = smooth()
+        rooted = bl.Problem(lambda w, lam, d: problem.inner(w, lam.sqrt(), d), problem.outer, problem.init)
+        with pytest.raises(bl.DivergenceError, match="λ left its domain"):
+            bl.hypergradient(rooted, torch.full((4,), 0.1), task, method=bl.ZeroOrder(sigma=1.0), **SETTINGS)
+
     def test_a_leaf_that_changes_nothing_is_refused(self):
         example = examples()[0]
         lam = {**example.lam, "idle": torch.ones(3)}

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from bilevel import trees
 from bilevel.engine.method import Hypergradient, Method
 from bilevel.engine.process import Process
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, DivergenceError
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,12 @@ class ZeroOrder(Method):
             drawn = torch.randn(count, per_group, generator=generator, dtype=torch.float64, device="cpu")
             for direction in torch.linalg.qr(drawn)[0].T:
                 above, below = (float(lam.value(sign * radius * direction)) for sign in (1, -1))
+                if not (math.isfinite(above) and math.isfinite(below)) and bool(torch.isfinite(value)):
+                    raise DivergenceError(
+                        f"f_T = {float(value):.6g} is finite, but it is {above:.6g} and {below:.6g} where λ moved by "
+                        f"±{radius:.2g} in a random direction, as ZeroOrder does. λ left its domain there, or the "
+                        "inner problem diverged. Pass a smaller ZeroOrder(sigma=…), or a λ farther from the boundary."
+                    )
                 slope = (above - below) / (2 * radius)
                 total += slope * direction
                 squares += slope**2
