@@ -350,6 +350,7 @@ def _mean(results: list[Hypergradient]) -> Hypergradient:
     grad = trees.map(lambda *parts: torch.stack(parts).mean(0), *(result.grad for result in results))
     stats = [result.stats for result in results]
     residuals = [s.residual for s in stats if s.residual is not None]
+    errors = [s.error for s in stats if s.error is not None]
     iterations = [s.iterations for s in stats if s.iterations is not None]
     total = replace(
         stats[0],
@@ -358,6 +359,8 @@ def _mean(results: list[Hypergradient]) -> Hypergradient:
         products=sum(s.products for s in stats),
         seconds=sum(s.seconds for s in stats),
         peak_memory=max(s.peak_memory for s in stats),
+        # The error of a mean is at most the mean of the errors.
+        error=sum(errors) / len(errors) if len(errors) == len(stats) else None,
         residual=max(residuals) if residuals else None,
         iterations=sum(iterations) if iterations else None,
     )

@@ -186,6 +186,15 @@ class TestFiniteDifference:
         assert ours.stats.peak_memory < full.stats.peak_memory / 100
 
 
+@pytest.mark.parametrize("method", [bl.ZeroOrder(2), bl.F2SA()], ids=str)
+def test_the_error_of_a_list_of_tasks_is_not_that_of_its_first(method):
+    problem, lam, task = smooth()
+    X, y = task.train
+    found = bl.hypergradient(problem, lam, [bl.Task((X / 100, y), task.val), task], method=method, **SETTINGS)
+    errors = [one.stats.error for one in found.tasks]
+    assert found.stats.error == pytest.approx(sum(errors) / 2) and errors[0] != pytest.approx(errors[1])
+
+
 class TestZeroOrder:
     def test_the_calls_of_the_battery(self):
         from bilevel.testing import battery_cases
