@@ -77,7 +77,7 @@ def test_new_fields_are_told_and_have_no_effect(tmp_path):
 
 
 def test_without_filling_empty_fields_are_refused(tmp_path):
-    study = tune(read_table(flats(tmp_path / "flats.csv")), TuneSettings("price", **QUICK))
+    study = tune(read_table(flats(tmp_path / "flats.csv")), TuneSettings("price", missing="error", **QUICK))
     frame = study.table.frame.astype(object)
     frame.loc[4, "town"] = None
     with pytest.raises(BilevelError, match="Column 'town' has no value in 1 row, first in row 5"):

@@ -195,12 +195,12 @@ def _check_differentiable(process: Process, method: Method) -> None:
     if method.sees_dynamics and not dynamics.differentiable:
         if method.outer_derivatives:
             reason = f"differentiates the steps, but a step of {dynamics}"
-            result = "and cannot be differentiated"
+            result = " and cannot be differentiated"
         else:
             reason = f"compares values of f_T at λ that differ little, but a step of {dynamics}"
-            result = "so that the values differ by the errors that it leaves too"
+            result = ", so that the values differ by the errors that it leaves too"
         raise BilevelError(
-            f"{type(method).__name__} {reason} is a whole solver that stops at a tolerance, {result}. Use "
+            f"{type(method).__name__} {reason} is a whole solver that stops at a tolerance{result}. Use "
             "Implicit(), which differentiates the condition that its solution satisfies, or a dynamics whose steps are "
             "differentiable: GradientDescent(lr), Until(LineSearch(), tol)."
         )
