@@ -78,8 +78,8 @@ class OuterCheckpoints:
     def _check(self, facts: Mapping[str, Any]) -> None:
         if "state" not in facts:
             raise BilevelError(f"The checkpoints in {self.folder} are not those of solve(…). Pass another folder.")
-        # Checkpoints of version 0.1.0 do not say their constraint.
-        free = set() if "constraint" in facts["run"] else {"constraint"}
+        # Checkpoints of version 0.1.0 do not say their constraint, nor the settings of their algorithm.
+        free = set() if "constraint" in facts["run"] else {"constraint", "algorithm"}
         other = differences(facts["run"], self.run, free)
         if other:
             self._refuse(other)

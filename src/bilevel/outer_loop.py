@@ -232,7 +232,7 @@ class _OuterRun:
                 f"checkpoint={str(folder)!r} was passed, but {type(algorithm).__name__} cannot resume from a saved "
                 "state. Leave checkpoint= out, or use another algorithm, such as Descent()."
             )
-        kind = {"algorithm": type(algorithm).__name__, "start": self.start, "constraint": description(self.constraint)}
+        kind = {"algorithm": description(algorithm), "start": self.start, "constraint": description(self.constraint)}
         checkpoints = OuterCheckpoints(Path(folder), every, processes, {**problem, **kind})
         leaves, spec = trees.flatten(outer.lam)
         states: list[Callable[[], Tree]] = []

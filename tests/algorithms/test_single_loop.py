@@ -332,6 +332,12 @@ def test_a_run_resumes_from_its_checkpoint(algorithm, tmp_path):
     assert resumed.history["value"].tolist() == whole.history["value"].tolist()
 
 
+def test_checkpoints_of_other_settings_are_refused(tmp_path):
+    run(bl.StocBiO(terms=2, **FIXED), iterations=4, checkpoint=tmp_path, checkpoint_every=2)
+    with pytest.raises(bl.BilevelError, match=r"are those of another run.*terms=2.*terms=3"):
+        run(bl.StocBiO(terms=3, **FIXED), iterations=8, checkpoint=tmp_path, checkpoint_every=2)
+
+
 @pytest.mark.parametrize("part", ["inner", "outer"])
 def test_checkpoints_of_another_problem_are_refused(part, tmp_path):
     problem = bl.Problem(

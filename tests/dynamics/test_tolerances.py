@@ -209,10 +209,11 @@ def test_fista_stops_at_its_gap():
 
 
 @pytest.mark.parametrize("dynamics", [bl.LineSearch(), bl.Until(bl.GradientDescent(1.0), tol=1e-3)], ids=str)
-def test_the_last_steps_of_a_dynamics_that_stops_are_not_enough(dynamics):
+@pytest.mark.parametrize("method", [bl.Truncated(5), bl.FiniteDifference(k=5)], ids=str)
+def test_the_last_steps_of_a_dynamics_that_stops_are_not_enough(dynamics, method):
     problem, lam, task = logistic()
-    with pytest.raises(bl.BilevelError, match="may stop"):
-        bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=50, method=bl.Truncated(5))
+    with pytest.raises(bl.BilevelError, match=rf"{type(method).__name__}\(k=5\) .* may stop"):
+        bl.hypergradient(problem, lam, task, dynamics=dynamics, steps=50, method=method)
 
 
 def test_refusals():

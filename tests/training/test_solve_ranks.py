@@ -129,9 +129,24 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
         ({"steps": 7}, "steps: 15 there, 7 here"),
         ({"tasks": [solve_script.task(9)]}, "tasks: "),
         ({"start": "warm"}, "start: cold there, warm here"),
-        ({"algorithm": bl.LBFGSB()}, "algorithm: Descent there, LBFGSB here"),
+        ({"algorithm": bl.LBFGSB()}, "algorithm: Descent() there, LBFGSB("),
     ):
         with pytest.raises(bl.BilevelError, match="are those of another run") as error:
+            alone(tmp_path, "cold", **changed)
+        assert words in str(error.value)
+
+
+def test_checkpoints_of_another_step_size_are_refused(tmp_path):
+    optimizer = lambda lr: lambda p: torch.optim.SGD(p, lr=lr)  # noqa: E731
+    scheduler = lambda steps: lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, steps)  # noqa: E731
+    alone(tmp_path, "cold", 5, optimizer=optimizer(0.1), scheduler=scheduler(20))
+    for changed, words in (
+        ({"optimizer": optimizer(0.2), "scheduler": scheduler(20)}, "lr: 0.1 there, 0.2 here"),
+        ({"optimizer": optimizer(0.1), "scheduler": scheduler(30)}, "T_max of the scheduler: 20 there, 30 here"),
+        ({"optimizer": optimizer(0.1)}, "scheduler: CosineAnnealingLR there, NoneType here"),
+        ({"scheduler": scheduler(20)}, "optimizer: SGD there, Adam here"),
+    ):
+        with pytest.raises(bl.BilevelError, match="other settings of the optimiser") as error:
             alone(tmp_path, "cold", **changed)
         assert words in str(error.value)
 

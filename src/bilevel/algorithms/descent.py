@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.engine.checks import check_lam
 from bilevel.engine.method import Hypergradient
 from bilevel.errors import BilevelError, DivergenceError, Outcome
+from bilevel.training.folder import differences
 from bilevel.trees import Tree
 
 
@@ -31,8 +32,9 @@ class Descent(Algorithm):
 
     resumes: ClassVar[bool] = True
 
-    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    # Functions have no useful text. Checkpoints compare what they build.
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = field(default=None, repr=False)
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -47,7 +49,9 @@ class Descent(Algorithm):
         leaves = [value.detach().clone().requires_grad_() for value in values]
         optimizer = self.optimizer(leaves) if self.optimizer else torch.optim.Adam(leaves, lr=1e-2)
         scheduler = self.scheduler(optimizer) if self.scheduler else None
+        settings = _settings(optimizer, scheduler)
         if saved is not None:
+            _refuse_other_settings(saved.get("settings", settings), settings)
             # Copies, because optimisers change their state in place.
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
             if scheduler is not None:
@@ -58,7 +62,8 @@ class Descent(Algorithm):
 
         def state() -> Tree:
             rest = None if scheduler is None else scheduler.state_dict()
-            return copy.deepcopy({"lam": lam(), "optimizer": optimizer.state_dict(), "scheduler": rest})
+            now = {"lam": lam(), "optimizer": optimizer.state_dict(), "scheduler": rest, "settings": settings}
+            return copy.deepcopy(now)
 
         outer.keep(state)
 
@@ -84,6 +89,31 @@ class Descent(Algorithm):
                 lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=50),
             ),
         ]
+
+
+def _settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """The settings of an optimiser and a scheduler that have not taken a step, as texts by name."""
+    groups = optimizer.state_dict()["param_groups"]
+    found = {
+        f"{key} of group {number}" if len(groups) > 1 else key: str(value)
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+    # A function has an address in its text, which differs between processes.
+    texts = {} if scheduler is None else {key: str(value) for key, value in scheduler.state_dict().items()}
+    found |= {f"{key} of the scheduler": text for key, text in texts.items() if " at 0x" not in text}
+    return {"optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__, **found}
+
+
+def _refuse_other_settings(there: dict[str, str], here: dict[str, str]) -> None:
+    """Refuse to resume with another step size: the saved state of the optimiser would override it silently."""
+    other = differences(there, here, free=set())
+    if other:
+        raise BilevelError(
+            f"The checkpoint is of a run with other settings of the optimiser ({'; '.join(other)}). Pass those of that "
+            "run to go on with it, or another folder to begin a new run."
+        )
 
 
 def _step(

@@ -12,7 +12,7 @@ from bilevel.engine.differences import BoundByDifferences
 from bilevel.engine.method import EVERYTHING, Hypergradient, Method, Part
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
-from bilevel.methods.truncated import Truncated
+from bilevel.methods.truncated import refuse_early_stop, through_last_steps
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class FiniteDifference(Method):
                 f"FiniteDifference(width={self.width!r}) is not a relative width. Pass a number between 0 and 1, such "
                 "as 1e-5, or None."
             )
+        if self.k is not None:
+            refuse_early_stop(self, self.k, process)
 
     def sees(self, process: Process) -> frozenset[Part]:
         return EVERYTHING if self.k is None or self.k >= process.steps else EVERYTHING - {"the start"}
@@ -59,9 +61,7 @@ class FiniteDifference(Method):
         once.bound = BoundByDifferences(process, self.width)
         # A recorded step keeps the w at which it took its gradient, and nothing else.
         once.check_results = replace(process.check_results, graph_bytes=0)
-        found = Truncated(max(1, self.k or process.steps))(once)
-        stats = replace(found.stats, method=type(self).__name__)
-        return replace(found, stats=stats)
+        return through_last_steps(self, max(1, self.k or process.steps), once)
 
     @classmethod
     def examples(cls) -> list[Self]:

@@ -32,42 +32,52 @@ class Truncated(Method):
             raise BilevelError(
                 f"Truncated(k={self.k!r}) differentiates no step. Pass k ≥ 1, or FirstOrder() to ignore the dynamics."
             )
-        dynamics = process.bound.dynamics
-        if dynamics.stops and self.k < process.steps:
-            raise BilevelError(
-                f"Truncated(k={self.k}) differentiates the last k of {process.steps} steps, but {dynamics} may stop "
-                "before them: w then no longer changes, and the derivative through the earlier steps would be lost. "
-                "Use Reverse(), which differentiates all steps, or Implicit()."
-            )
+        refuse_early_stop(self, self.k, process)
 
     def sees(self, process: Process) -> frozenset[Part]:
         return EVERYTHING if self.k >= process.steps else EVERYTHING - {"the start"}
 
     def __call__(self, process: Process) -> Hypergradient:
-        times = process.times
-        window = times[max(0, len(times) - self.k) :]
-        with torch.no_grad():
-            starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
-            recorded = process.recorded_bytes(starts[0])
-            groups = split_from_the_end(window, group_size(self.group_bytes, recorded))
-            for group in groups[:-1]:
-                starts.append(advance(process, starts[-1], [group]))
-        memory = trees.nbytes(starts) + group_bytes(groups, recorded)
-        sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
-        while groups:
-            sweep.through(starts.pop(), groups.pop())
-        if len(window) == len(times):
-            sweep.through_start()
-        return self.result(
-            process,
-            sweep.value,
-            sweep.last,
-            sweep.gradients,
-            steps=process.steps,
-            replayed=len(window),
-            peak_memory=memory,
-        )
+        return through_last_steps(self, self.k, process, self.group_bytes)
 
     @classmethod
     def examples(cls) -> list[Self]:
         return [cls(60), cls(1000, group_bytes=0)]
+
+
+def refuse_early_stop(method: Method, k: int, process: Process) -> None:
+    """Refuse to differentiate the last k steps of a dynamics that may have stopped before them."""
+    dynamics = process.bound.dynamics
+    if dynamics.stops and k < process.steps:
+        raise BilevelError(
+            f"{type(method).__name__}(k={k}) differentiates the last k of {process.steps} steps, but {dynamics} may "
+            "stop before them: w then no longer changes, and the derivative through the earlier steps would be lost. "
+            "Use Reverse(), which differentiates all steps, or Implicit()."
+        )
+
+
+def through_last_steps(method: Method, k: int, process: Process, most_bytes: int = GROUP_BYTES) -> Hypergradient:
+    """The result of `method`, which differentiates the last k steps and records groups of this size."""
+    times = process.times
+    window = times[max(0, len(times) - k) :]
+    with torch.no_grad():
+        starts = [advance(process, process.bound.start(), [times[: len(times) - len(window)]])]
+        recorded = process.recorded_bytes(starts[0])
+        groups = split_from_the_end(window, group_size(most_bytes, recorded))
+        for group in groups[:-1]:
+            starts.append(advance(process, starts[-1], [group]))
+    memory = trees.nbytes(starts) + group_bytes(groups, recorded)
+    sweep = Sweep(process, starts.pop(), groups.pop() if groups else range(0))
+    while groups:
+        sweep.through(starts.pop(), groups.pop())
+    if len(window) == len(times):
+        sweep.through_start()
+    return method.result(
+        process,
+        sweep.value,
+        sweep.last,
+        sweep.gradients,
+        steps=process.steps,
+        replayed=len(window),
+        peak_memory=memory,
+    )
