@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 Kind = Literal["finished", "converged", "stopped early", "interrupted", "diverged", "failed"]
@@ -50,3 +51,17 @@ class Outcome(str):
     @property
     def ok(self) -> bool:
         return self.kind not in ("diverged", "failed")
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
+    """The differences between two configurations, one phrase each; settings in `free` may differ.
+
+    >>> differences({"ways": 5, "seed": 0}, {"ways": 20, "seed": 0})
+    ['ways: 5 there, 20 here']
+    """
+    keys = [*before, *(key for key in now if key not in before)]
+    return [
+        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} here"
+        for key in keys
+        if key not in free and before.get(key) != now.get(key)
+    ]

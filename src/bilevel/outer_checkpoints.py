@@ -20,10 +20,9 @@ from bilevel.distributed import World
 from bilevel.dynamics import as_function_of_lam
 from bilevel.engine.method import Hypergradient, Stats
 from bilevel.engine.process import call_user
-from bilevel.errors import BilevelError, BilevelWarning
+from bilevel.errors import BilevelError, BilevelWarning, differences
 from bilevel.hypergradients import Evaluator, as_method
 from bilevel.training.checkpoints import Checkpoints
-from bilevel.training.folder import differences
 from bilevel.trees import Tree
 
 # Classes that are saved by their fields.

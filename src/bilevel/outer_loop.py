@@ -136,15 +136,14 @@ def solve(
 
     try:
         with world() as evaluator.world:
-            outer = run.resumed(outer, record, chosen, checkpoint, checkpoint_every)
+            outer, begun = run.resumed(outer, record, chosen, checkpoint, checkpoint_every), run.done
             show = progress if evaluator.world.writes else False
             with bar("hyperiterations", iterations, "f_T(λ) {task.fields[value]}", run.done, show) as record.advance:
                 outcome = loop.run(lambda: minimise_on_ranks(evaluator.world, chosen.minimise, outer))
     except KeyboardInterrupt:
         outcome = Outcome(
             "interrupted",
-            f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is the solution "
-            "reached so far.",
+            f"Interrupted after {len(record.values)} of {iterations} hyperiterations; this is the solution so far.",
         )
     except DivergenceError as error:
         if raise_on_failure:
@@ -154,7 +153,7 @@ def solve(
         )
     except BilevelError as error:
         # Input that cannot work fails at once. A later failure keeps what was reached until then.
-        if raise_on_failure or not record.values:
+        if raise_on_failure or not record.values or run.done == begun:
             raise
         outcome = Outcome("failed", f"Failed at hyperiteration {len(record.values)}: {error}")
     return record.solution(begin, outcome, best=patience is not None or chosen.compares_values)

@@ -143,7 +143,7 @@ def test_checkpoints_of_another_step_size_are_refused(tmp_path):
     for changed, words in (
         ({"optimizer": optimizer(0.2), "scheduler": scheduler(20)}, "lr: 0.1 there, 0.2 here"),
         ({"optimizer": optimizer(0.1), "scheduler": scheduler(30)}, "T_max of the scheduler: 20 there, 30 here"),
-        ({"optimizer": optimizer(0.1)}, "scheduler: CosineAnnealingLR there, NoneType here"),
+        ({"optimizer": optimizer(0.1)}, "scheduler: CosineAnnealingLR there, none here"),
         ({"scheduler": scheduler(20)}, "optimizer: SGD there, Adam here"),
     ):
         with pytest.raises(bl.BilevelError, match="other settings of the optimiser") as error:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from bilevel import BilevelError, BilevelWarning
+from bilevel.errors import differences
 from bilevel.files import read_json, write_bytes, write_json
 from bilevel.training.checkpoints import Checkpoints
 from bilevel.training.files import read_tensors, write_tensors
-from bilevel.training.folder import RunFolder, differences
+from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
 
 TENSORS = {

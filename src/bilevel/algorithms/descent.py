@@ -15,8 +15,7 @@ from bilevel import trees
 from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.engine.checks import check_lam
 from bilevel.engine.method import Hypergradient
-from bilevel.errors import BilevelError, DivergenceError, Outcome
-from bilevel.training.folder import differences
+from bilevel.errors import BilevelError, DivergenceError, Outcome, differences
 from bilevel.trees import Tree
 
 
@@ -91,8 +90,8 @@ class Descent(Algorithm):
         ]
 
 
-def _settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
-    """The settings of an optimiser and a scheduler that have not taken a step, as texts by name."""
+def _settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, dict[str, str]]:
+    """The classes and the settings of an optimiser and a scheduler that have not taken a step, as texts by name."""
     groups = optimizer.state_dict()["param_groups"]
     found = {
         f"{key} of group {number}" if len(groups) > 1 else key: str(value)
@@ -100,15 +99,21 @@ def _settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str
         for key, value in group.items()
         if key != "params"
     }
-    # A function has an address in its text, which differs between processes.
     texts = {} if scheduler is None else {key: str(value) for key, value in scheduler.state_dict().items()}
-    found |= {f"{key} of the scheduler": text for key, text in texts.items() if " at 0x" not in text}
-    return {"optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__, **found}
+    # Names with an underscore are the state of a scheduler. A function has an address in its text, which differs
+    # between processes.
+    settings = {key: text for key, text in texts.items() if not key.startswith("_") and " at 0x" not in text}
+    found |= {f"{key} of the scheduler": text for key, text in settings.items()}
+    return {"classes": {"optimizer": _name(optimizer), "scheduler": _name(scheduler)}, "settings": found}
 
 
-def _refuse_other_settings(there: dict[str, str], here: dict[str, str]) -> None:
+def _name(part: Any) -> str:
+    return "none" if part is None else type(part).__name__
+
+
+def _refuse_other_settings(there: dict[str, dict[str, str]], here: dict[str, dict[str, str]]) -> None:
     """Refuse to resume with another step size: the saved state of the optimiser would override it silently."""
-    other = differences(there, here, free=set())
+    other = differences(there["classes"], here["classes"]) or differences(there["settings"], here["settings"])
     if other:
         raise BilevelError(
             f"The checkpoint is of a run with other settings of the optimiser ({'; '.join(other)}). Pass those of that "

@@ -345,8 +345,6 @@ class _SingleLoopRun:
         self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), _restored(saved["point"])
         self.memory = {name: _restored(value) for name, value in saved["memory"].items()}
         self.centre = saved["centre"]
-        if self.rates().inner * self.rates().outer == 0:  # a step size that was given to the saved run is None now
-            self.choose()
 
 
 def _warn_of_idle_processes(algorithm: SingleLoop, parts: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from bilevel import distributed
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, differences
 from bilevel.files import write_json
 from bilevel.learners import library
 from bilevel.learners.presets import PRESETS, for_learner
@@ -25,7 +25,7 @@ from bilevel.learners.settings import LEARNER_FIELDS, TrainingSettings
 from bilevel.learners.streams import open_data
 from bilevel.learners.training import FewShotTraining, duration
 from bilevel.models.batch_norm import MEANING
-from bilevel.training.folder import RunFolder, differences
+from bilevel.training.folder import RunFolder
 from bilevel.training.loop import Ending, Run
 from bilevel.training.stopping import EarlyStopping
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bilevel import learners
 from bilevel.data import ImageDataset
 from bilevel.data import find as data_sources
-from bilevel.errors import BilevelError
+from bilevel.errors import BilevelError, differences
 from bilevel.files import read_json, write_json
 from bilevel.learners import ZOO, ZOO_PREFIX
 from bilevel.learners.base import Learner
@@ -21,7 +21,7 @@ from bilevel.learners.recipes import Recipe, is_recipe
 from bilevel.learners.representation import CENTRE, LENGTH
 from bilevel.learners.settings import TrainingSettings
 from bilevel.training.files import read_tensors
-from bilevel.training.folder import RunFolder, differences
+from bilevel.training.folder import RunFolder
 from bilevel.training.log import read_metrics
 
 if TYPE_CHECKING:
@@ -317,4 +317,4 @@ def _differences(
         | {name: list(tensors[name].shape) if name in tensors else "none" for name in wrong[:3]}
         for values, tensors in ((earlier, given), (settings, wanted))
     )
-    return differences(there, here, set()) + ([f"and {len(wrong) - 3} more tensors"] if len(wrong) > 3 else [])
+    return differences(there, here) + ([f"and {len(wrong) - 3} more tensors"] if len(wrong) > 3 else [])

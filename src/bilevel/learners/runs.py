@@ -14,7 +14,7 @@ import torch
 import bilevel
 from bilevel import distributed
 from bilevel.data import ImageDataset
-from bilevel.errors import BilevelError, DivergenceError
+from bilevel.errors import BilevelError, DivergenceError, differences
 from bilevel.files import write_json
 from bilevel.learners import library
 from bilevel.learners.base import Learner
@@ -22,7 +22,7 @@ from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.training import FewShotTraining
 from bilevel.source_commit import commit
 from bilevel.training.files import read_tensors
-from bilevel.training.folder import RunFolder, differences
+from bilevel.training.folder import RunFolder
 from bilevel.training.loop import Ending, Run, Schedule
 
 
@@ -84,8 +84,8 @@ def begin_or_resume(
     before = folder.config()
     # `TrainingSettings.of` adds the defaults of settings that are newer than the run.
     wrong = differences(TrainingSettings.of(before["settings"]).plain(), settings.plain(), settings.free_on_resume)
-    wrong += differences(before.get("data", data), data, set())
-    wrong += differences({"kind": _kind_of(before, kind)}, {"kind": kind}, set())
+    wrong += differences(before.get("data", data), data)
+    wrong += differences({"kind": _kind_of(before, kind)}, {"kind": kind})
     if wrong:
         listed = "\n".join(f"  {line}" for line in wrong)
         default_advice = (
@@ -165,7 +165,7 @@ def _check_same(folder: RunFolder, job: FewShotTraining, advice: str) -> None:
     before = TrainingSettings.of(folder.config()["settings"])
     names = ("validate_every", "validation_episodes")
     recorded, now = ({name: getattr(settings, name) for name in names} for settings in (before, job.settings))
-    wrong = differences(recorded, now, set())
+    wrong = differences(recorded, now)
     if wrong:
         raise BilevelError(f"The run in {folder.path} was validated in another way: {'; '.join(wrong)}. {advice}")
     begin_or_resume(folder, job, "", resume=True, advice=advice)

@@ -92,17 +92,3 @@ class RunFolder:
                 if line["iteration"] <= (last if "score" in line else iteration)
             ]
             write_bytes(self.metrics, b"".join(map(as_line, kept)))
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], free: set[str]) -> list[str]:
-    """The differences between two configurations, one phrase each; settings in `free` may differ.
-
-    >>> differences({"ways": 5, "seed": 0}, {"ways": 20, "seed": 0}, free=set())
-    ['ways: 5 there, 20 here']
-    """
-    keys = [*before, *(key for key in now if key not in before)]
-    return [
-        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} here"
-        for key in keys
-        if key not in free and before.get(key) != now.get(key)
-    ]
