@@ -225,7 +225,7 @@ class Knows:
     def __init__(self, table):
         self.table, self.asked = table, 0
 
-    has_steps = True
+    has_steps, features_only = True, False
 
     def accuracies(self, task, steps, *, only_last):
         count = len(task.train[1])

@@ -109,6 +109,8 @@ class Learner(SavedLearner, ABC):
     symmetric: bool = True
     # Whether an adapted classifier is linear in the features of h_λ; `adapted(…).matrix` then holds its weights.
     linear: ClassVar[bool] = False
+    # Whether an episode uses images only through h_λ, so that evaluations may compute the features of an image once.
+    features_only: ClassVar[bool] = False
     # The batch norm modes that the strategy can follow.
     batch_norm_modes: ClassVar[tuple[Mode, ...]] = MODES
 
@@ -364,11 +366,9 @@ class Learner(SavedLearner, ABC):
     def _stacked_episodes(self, episodes: Task | Sequence[Task]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Support and query sets of the episodes, stacked and on the learner's device."""
         device = next((leaf.device for leaf in self.lam.values()), torch.device("cpu"))
-        task = episodes
-        if not isinstance(task, Task):
-            if not task:
-                raise BilevelError("The list of episodes is empty; pass at least one.")
-            task = trees.map(lambda *parts: torch.stack(parts), *task)
+        if not isinstance(episodes, Task) and not episodes:
+            raise BilevelError("The list of episodes is empty; pass at least one.")
+        task = episodes if isinstance(episodes, Task) else trees.map(lambda *parts: torch.stack(parts), *episodes)
         (images, labels), (queries, *answers) = task.train, task.val
         if not len(images):
             raise BilevelError(f"The images are {list(images.shape)}, which is no episode; pass at least one.")

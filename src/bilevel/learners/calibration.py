@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
+from bilevel.learners.picture_features import with_features
+from bilevel.problem import Task
 from bilevel.tasks.episodes import Episodes
 
 if TYPE_CHECKING:
@@ -281,8 +283,11 @@ def _classified(learner: Learner, episodes: Episodes, count: int, steps: int) ->
     others = min(ways, episodes.sampler.count - ways)
     drawn = replace(episodes, ways=ways + others, queries=min(episodes.queries, QUERIES))
     logits, given, own, outside = [], [], [], []
+    episode: Callable[[int], Task] = drawn.episode
+    if (once := with_features(learner, drawn, count)) is not None:
+        learner, episode = once[0], once[1].episode
     for number in range(count):
-        task = drawn(number)
+        task = episode(number)
         (images, labels), (queries, answers, *_) = task.train, task.val
         classifier = learner.adapt(images[labels < ways], labels[labels < ways], steps if learner.has_steps else None)
         inside = answers < ways

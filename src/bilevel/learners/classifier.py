@@ -97,7 +97,7 @@ class FewShotClassifier:
         scores, distances = [], []
         for group in self._groups(images):
             labelled, new = self._features(group)
-            scores.append(F.pad(new, (0, 1), value=1.0) @ matrix)
+            scores.append((F.pad(new, (0, 1), value=1.0).to(matrix) @ matrix).to(new))
             distances.append(self._to_class_means(labelled, new))
         return torch.cat(scores), torch.cat(distances)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bilevel.distributed import World
 from bilevel.errors import BilevelError
+from bilevel.learners.picture_features import with_features
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.stopping import Interrupted, StopRequest
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # How many episodes are drawn and classified at a time. It bounds memory and does not change the result.
 GROUP = 20
+# The share of the time that computing features takes, for the progress bar.
+FEATURES = 0.9
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,17 @@ def evaluate(
     world = world or World()
     columns = steps if steps is not None and learner.has_steps else 1
     table = torch.zeros(count, columns, dtype=torch.float64)
-    done = 0
+    done, already, drawn = 0, 0.0, episodes.batch
+    once = with_features(learner, episodes, count, world, lambda part: report(int(FEATURES * count * part)), stop)
+    if once is not None:
+        (learner, pictures), already = once, FEATURES
+        drawn = pictures.batch
     for group in world.share([range(first, min(first + GROUP, count)) for first in range(0, count, GROUP)]):
         if stop:
             break
-        drawn = episodes.batch(group)
-        table[group.start : group.stop] = learner.accuracies(drawn, steps, only_last=steps is None)
+        table[group.start : group.stop] = learner.accuracies(drawn(group), steps, only_last=steps is None)
         done += len(group)
-        report(min(done * world.size, count))
+        report(round(already * count + (1 - already) * min(done * world.size, count)))
     if world.any(bool(stop)):
         raise Interrupted
     world.sum(table)

@@ -51,6 +51,7 @@ class LinearHead(Learner):
 
     strategy: ClassVar[str] = "representation"
     linear: ClassVar[bool] = True
+    features_only: ClassVar[bool] = True
     Options: ClassVar[type[LearnerOptions]] = HeadOptions
 
     def build(self) -> None:

@@ -110,6 +110,11 @@ class Representation:
         pairs = zip(leaves, images, strict=True)
         return torch.stack([self.together(dict(zip(self.names, values, strict=True)), x) for values, x in pairs])
 
+    def independent(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
+        """`raw` of images, each by itself: batch norm uses its running averages."""
+        with using(self.norms, "running"):
+            return self.raw(lam, images)
+
     def mean(self, lam: Mapping[str, Tensor], images: Tensor) -> Tensor:
         """The mean of `raw` over images that batch norm normalises as one set."""
         with using(self.norms, "own", self._one_set(images)):

@@ -218,24 +218,34 @@ class Episodes:
 
         return draw
 
-    def _stacked(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        drawn = [self.sampler.draw(int(i)) for i in numbers]
-        rows, turns = np.stack([rows for rows, _ in drawn]), np.stack([turns for _, turns in drawn])
+    def drawn(self, numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of the images, episodes × ways × images, and the quarter turns of the classes, episodes × ways."""
+        found = [self.sampler.draw(int(i)) for i in numbers]
+        return np.stack([rows for rows, _ in found]), np.stack([turns for _, turns in found])
+
+    def pictures(self, rows: NDArray[np.int64], turns: NDArray[np.int64], numbers: Sequence[int]) -> Tensor:
+        """The images that `drawn` names, episodes × ways × images × C × H × W."""
         pixels = self.dataset.images[rows]  # episodes × ways × examples × H × W × C, bytes
         if self.rotations:
             for quarter in (1, 2, 3):
                 where = turns == quarter
                 pixels[where] = np.rot90(pixels[where], quarter, axes=(2, 3))
-        ways, each = rows.shape[1:]
         changed = [
             self.augmentation(torch.from_numpy(one).flatten(0, 1), self.seed, int(number))
             for one, number in zip(pixels, numbers, strict=True)
         ]
-        images = torch.stack(changed).reshape(len(rows), ways, each, *changed[0].shape[1:])
-        parts = [images, torch.arange(ways)[:, None].expand(len(rows), ways, each)]
+        return torch.stack(changed).reshape(*rows.shape, *changed[0].shape[1:])
+
+    def _stacked(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        rows, turns = self.drawn(numbers)
+        parts = [self.pictures(rows, turns, numbers), torch.arange(self.ways)[:, None].expand(rows.shape)]
         if self.with_classes:
             known = self.sampler.number(self.dataset.labels[rows[:, :, 0]], turns)
-            parts.append(torch.from_numpy(known)[:, :, None].expand(len(rows), ways, each))
+            parts.append(torch.from_numpy(known)[:, :, None].expand(rows.shape))
+        return self.sets(parts)
+
+    def sets(self, parts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Support and query sets of stacked episodes from tensors episodes × ways × images × …"""
         support = tuple(x[:, :, : self.shots].flatten(1, 2).contiguous() for x in parts[:2])  # without its classes
         query = tuple(x[:, :, self.shots :].flatten(1, 2).contiguous() for x in parts)
         return support, query

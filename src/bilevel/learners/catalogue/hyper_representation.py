@@ -86,6 +86,7 @@ class HyperRepresentation(Learner):
     Options: ClassVar[type[LearnerOptions]] = HyperRepresentationOptions
     strategy: ClassVar[str] = "representation"
     linear: ClassVar[bool] = True
+    features_only: ClassVar[bool] = True
     also_uses: ClassVar[frozenset[str]] = frozenset(
         {"method", "global_loss", "classifier", "label_smoothing", "images"}
     )

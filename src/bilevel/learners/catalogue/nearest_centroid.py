@@ -14,6 +14,7 @@ class NearestCentroid(ScoringLearner):
     """score(x, c) = −‖φ(x) − μ_c‖² with a fixed network φ: random, or with the weights of `--initial`."""
 
     strategy: ClassVar[str] = "baseline"
+    features_only: ClassVar[bool] = True
     trains = False
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:

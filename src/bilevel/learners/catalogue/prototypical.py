@@ -18,6 +18,7 @@ class Prototypical(ScoringLearner):
     """
 
     strategy: ClassVar[str] = "metric"
+    features_only: ClassVar[bool] = True
 
     def scores(self, lam: Mapping[str, Tensor], episode: Episode) -> Tensor:
         support, queries = self.represent(lam, episode)
