@@ -9,8 +9,9 @@ an earlier result in the same folder is kept if its model, data and settings are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ from bilevel.experiments.base import (
 )
 from bilevel.files import read_json
 from bilevel.learners import ZOO_PREFIX, library
-from bilevel.learners.evaluation import GROUP, choose_and_test
+from bilevel.learners.evaluation import choose_and_test
 from bilevel.learners.presets import RECIPES, preset
 from bilevel.learners.recipes import is_recipe
 from bilevel.learners.streams import episodes, open_data
 from bilevel.models.batch_norm import MEANING, Mode
 from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, Axes, legend_below, picture, titled
-from bilevel.progress import counter
+from bilevel.progress import bar
 from bilevel.thread_pool import one_thread
 from bilevel.training.files import digest
 from bilevel.training.folder import RunFolder
@@ -114,16 +115,18 @@ def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> E
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
         found = {name: _identity(settings, name, model, opened[_split(model)]) for name, model in ready.items()}
         known = {name for name, of in found.items() if earlier.get(name, {}).get("identity") == of}
-        evaluations = sum(len(modes(name, model)) for name, model in ready.items() if name not in known)
-        with counter("few-shot", evaluations * 2 * -(-settings.episodes // GROUP), progress) as begin:
-            rows = []
+        work = {name: 2 * settings.episodes * len(modes(name, model)) for name, model in ready.items()}
+        work = {name: episodes for name, episodes in work.items() if name not in known}
+        with bar("few-shot", sum(work.values()), "{task.fields[value]}", show=progress) as advance:
+            rows, finished = [], 0
             for name, model in models.items():
                 numbers = _printed_numbers(name)
                 if name in known:
                     numbers = dict(earlier[name])
                 elif model is not None:
                     numbers |= {"trained": True, "identity": found[name]}
-                    numbers |= score(settings, name, model, opened[_split(model)], begin)
+                    numbers |= score(settings, name, model, opened[_split(model)], finished, advance)
+                    finished += work[name]
                 rows.append(FewShotRow(name, model, numbers))
     numbers = {row.name: row.numbers for row in rows}
     _draw(out / "few-shot.png", numbers)
@@ -167,23 +170,38 @@ def find_model(name: str, runs: Path) -> library.TrainedLearner | None:
     return library.find(f"{ZOO_PREFIX}{name}") if name in library.zoo() else None
 
 
+def _advance(advance: Callable[..., None], name: str, finished: int, done: int) -> None:
+    advance(finished + done, value=name)
+
+
 def _split(model: library.TrainedLearner) -> tuple[str, int, int]:
     return model.settings.dataset, model.settings.image_size, model.settings.seed
 
 
 def score(
-    s: FewShotSettings, name: str, model: library.TrainedLearner, data: ImageDataset, begin: Any
+    s: FewShotSettings,
+    name: str,
+    model: library.TrainedLearner,
+    data: ImageDataset,
+    finished: int,
+    advance: Callable[..., None],
 ) -> dict[str, Any]:
-    """The numbers of a row: T chosen on meta-validation, then meta-test; both with every batch norm mode of the row."""
+    """The numbers of a row: T chosen on meta-validation, then meta-test; both with every batch norm mode of the row.
+
+    Args:
+        finished: how many episodes were evaluated for the rows before it.
+        advance: moves the progress bar to a number of episodes.
+    """
     model.check_data(data)
     wanted = preset(_paper_row(name))
     _check_fits(name, model)
     val, test = (episodes(wanted, data, split, s.seed) for split in ("val", "test"))
     tried, own = range(1, s.most_steps + 1), model.settings.batch_norm
     finals = {}
-    for mode in modes(name, model):
+    for number, mode in enumerate(modes(name, model)):
         model.learner.batch_norm = mode
-        finals[mode] = choose_and_test(model.learner, val, test, s.episodes, tried, lambda done: begin(name))
+        report = partial(_advance, advance, name, finished + 2 * s.episodes * number)
+        finals[mode] = choose_and_test(model.learner, val, test, s.episodes, tried, report)
     # The score that is compared with the paper's.
     final = finals.get("episode") or next(iter(finals.values()))
     return {
