@@ -13,7 +13,7 @@ from bilevel.learners import evaluation, library
 from bilevel.learners.catalogue.hyper_representation import HyperRepresentation
 from bilevel.learners.evaluation import evaluate
 from bilevel.learners.streams import episodes
-from bilevel.training.files import write_tensors
+from bilevel.training.files import read_tensors, write_tensors
 from training.processes import here, words
 
 FEW = ["--episodes", "6", "--steps", "1-8", "--threads", "1"]
@@ -95,6 +95,20 @@ def test_options(run, tmp_path):
     assert mirrored["mirror"] and not found["mirror"] and mirrored["validation"] != found["validation"]
     assert numbers(tmp_path / "mirrored", *FEW)["test"] == mirrored["test"]
     assert numbers(tmp_path / "mirrored", *FEW, "--no-mirror")["validation"] == found["validation"]
+
+
+def test_half_precision_is_what_is_scored_and_saved(run, tmp_path):
+    found = numbers(run, *FEW, "--half", "--save", tmp_path / "half")
+    numbers(run, *FEW, "--save", tmp_path / "whole")
+    half, whole = (read_tensors(tmp_path / f"{name}.safetensors")[0] for name in ("half", "whole"))
+    assert half.keys() == whole.keys() and {tensor.dtype for tensor in half.values()} == {torch.float16}
+    assert all(torch.equal(half[name], whole[name].half()) for name in half)
+    assert any(not torch.equal(half[name].float(), whole[name]) for name in half)
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("half", "whole")]
+    assert sizes[0] < 0.6 * sizes[1]
+    again = numbers(tmp_path / "half", *FEW)
+    assert {**again, "model": ""} == {**found, "model": ""}
+    assert library.find(str(tmp_path / "half")).learner.lam.popitem()[1].dtype == torch.float32
 
 
 def test_a_saved_learner_scores_what_the_run_scored(run, tmp_path):

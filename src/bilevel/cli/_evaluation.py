@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from bilevel.cli._output import print_table
@@ -47,8 +48,9 @@ def evaluate(
     seed: int | None,
     data_root: Path | None,
     save: Path | None,
+    dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """The scores and the calibration, as JSON types."""
+    """The scores and the calibration, as JSON types. The weights are rounded to `dtype` first, and saved so."""
     model = library.find(spec, batch_norm)
     data = open_data(model.settings, data_root)
     model.check_data(data)
@@ -58,6 +60,8 @@ def evaluate(
         )
     settings = replace(model.settings, **changes)  # type: ignore[arg-type]
     learner = model.learner
+    if dtype is not None:
+        learner.round_to(dtype)
     if mirror is not None:
         learner.change(mirror=mirror)
         settings = replace(settings, mirror=mirror)
@@ -92,7 +96,7 @@ def evaluate(
             learner.steps = final.steps
         score = {key: value for key, value in result.items() if key != "model"}
         more = {"calibrations": [one.plain() for one in calibrations], "score": score}
-        learner.save(save, {**_card(model, settings, data), **more})
+        learner.save(save, {**_card(model, settings, data), **more}, dtype=dtype)
     return result
 
 

@@ -117,14 +117,18 @@ class SavedLearner(ABC):
         names = [f"{name}.running_{kind}" for name in self.norms for kind in ("mean", "var")]
         return {**lam, **dict(zip(names, self.running(), strict=False))}
 
-    def save(self, path: str | Path, card: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, path: str | Path, card: Mapping[str, Any] | None = None, *, dtype: torch.dtype | None = None
+    ) -> None:
         """Write `path.safetensors` and the card `path.json`.
 
-        The card holds the settings, the `preparation` of pictures if it is known, and the items of `card`.
+        The card holds the settings, the `preparation` of pictures if it is known, and the items of `card`. The file has
+        numbers of this `dtype`, of half precision for example; None: as they are.
         """
         stem = Path(path)
         preparation = {} if self.preparation is None else {"preparation": self.preparation.plain()}
-        write_tensors(stem.with_name(stem.name + ".safetensors"), self.with_running(self.lam))
+        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in self.with_running(self.lam).items()}
+        write_tensors(stem.with_name(stem.name + ".safetensors"), tensors)
         facts = {"learner": self.settings(), **preparation, **(card or {})}
         write_json(stem.with_name(stem.name + ".json"), facts, sealed=True)
 
@@ -146,6 +150,10 @@ class SavedLearner(ABC):
             from bilevel.data.preparation import Preparation  # needs Pillow, which is optional
 
             self.preparation = Preparation.of(recorded)
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round λ and the running averages to the numbers of a shorter type, and keep their own type."""
+        self.set_weights({name: tensor.to(dtype) for name, tensor in self.with_running(self.lam).items()})
 
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace λ, and the running averages in the mode "running", by tensors with the same names.
