@@ -35,7 +35,6 @@ from bilevel.learners.streams import episodes, open_data
 from bilevel.models.batch_norm import MEANING, Mode
 from bilevel.plotting import BLACK, BLUE, COLOURS, GREY, Axes, legend_below, picture, titled
 from bilevel.progress import bar
-from bilevel.thread_pool import one_thread
 from bilevel.training.files import digest
 from bilevel.training.folder import RunFolder
 
@@ -110,7 +109,7 @@ def run(settings: FewShotSettings, out: Path, progress: bool | None = None) -> E
     models = {name: find_model(name, Path(settings.runs)) for name in settings.rows}
     ready = {name: model for name, model in models.items() if model is not None}
     earlier = _earlier_numbers(out.parent / "result.json")
-    with single_precision(), one_thread():
+    with single_precision():  # scores do not depend on the number of threads
         # The split of classes depends on the seed a model was trained with, so each is evaluated on its own.
         opened = {_split(model): open_data(model.settings) for model in ready.values()}
         found = {name: _identity(settings, name, model, opened[_split(model)]) for name, model in ready.items()}
