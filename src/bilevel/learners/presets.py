@@ -90,11 +90,11 @@ RECIPES = {
     "miniimagenet-c4l-staged": _staged("c4l", small=6000, full=3000, episodes=3000),
     "miniimagenet-c4l-64-staged": _staged("c4l-64", small=6000, full=3000, episodes=3000),
     "miniimagenet-rn-staged": _short(
-        _staged("rn", small=6000, full=500, episodes=120),
+        _staged("rn", small=6000, full=500, episodes=60),
         {
             "small": {"images": 128, "warmup": 200, "validate_every": 1000},
             "full": {"images": 128, "lr": 0.02, "validate_every": 250},
-            "episodes": {"lr": 0.005, "average": 0.95, "validate_every": 40, "validation_episodes": 200},
+            "episodes": {"lr": 0.005, "average": 0.95, "validate_every": 30, "validation_episodes": 200},
         },
     ),
 }
