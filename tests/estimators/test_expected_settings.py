@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from sklearn.datasets import load_breast_cancer
 from sklearn.linear_model import Lasso, LogisticRegression, Ridge, RidgeCV
 from sklearn.metrics import balanced_accuracy_score, make_scorer, r2_score, roc_auc_score
@@ -103,6 +104,18 @@ def test_deviations_are_those_of_bayesian_ridge_regression_at_the_penalty(featur
     hat = fit @ np.linalg.solve(A, fit.T) + 1 / 60
     noise = np.mean((y - model.predict(X)) ** 2 / (1 - hat.diagonal()))
     np.testing.assert_allclose(model.predict(X_test, return_std=True)[1], np.sqrt(noise * variance), rtol=1e-3)
+
+
+@pytest.mark.parametrize("as_table", [np.array, sparse.csr_matrix])
+@pytest.mark.parametrize("intercept", [True, False])
+def test_deviations_are_those_of_the_fit_although_the_table_changes_after_it(as_table, intercept):
+    X, y, X_test, _ = table()
+    given = as_table(X)
+    model, other = (BilevelRidge("shared", fit_intercept=intercept).fit(rows, y) for rows in (given, as_table(X)))
+    expected = other.predict(X_test, return_std=True)[1]
+    (given.data if sparse.issparse(given) else given)[:] = 3
+    np.testing.assert_array_equal(model.predict(X_test, return_std=True)[1], expected)
+    assert str(model.certificate_) == str(other.certificate_)
 
 
 def test_deviations_of_many_features_are_refused(monkeypatch):

@@ -79,10 +79,10 @@ def units(variance: Array, groups: Grouping) -> Array:
 
 
 def divided(X: Any, scale: Array, in_place: bool) -> Any:
-    """X / scale, written into X if X is dense and `in_place` is true."""
+    """X / scale, written into X if X is dense and `in_place` is true.
+
+    Otherwise it is a copy: the user may change X after the fit, and some results are computed when they are first read.
+    """
     if sparse.issparse(X):
-        return X if (scale == 1).all() else (X @ sparse.diags(1 / scale)).tocsr()
-    # Torch can share memory only with arrays that are writeable and have no negative strides.
-    if (scale == 1).all() and X.flags.writeable and min(X.strides) >= 0:
-        return X
+        return (X @ sparse.diags(1 / scale)).tocsr()
     return np.divide(X, scale, out=X if in_place else None)
