@@ -108,12 +108,13 @@ def test_deviations_are_those_of_bayesian_ridge_regression_at_the_penalty(featur
 
 @pytest.mark.parametrize("as_table", [np.array, sparse.csr_matrix])
 @pytest.mark.parametrize("intercept", [True, False])
-def test_deviations_are_those_of_the_fit_although_the_table_changes_after_it(as_table, intercept):
+def test_deviations_are_those_of_the_fit_although_table_and_settings_change_after_it(as_table, intercept):
     X, y, X_test, _ = table()
     given = as_table(X)
     model, other = (BilevelRidge("shared", fit_intercept=intercept).fit(rows, y) for rows in (given, as_table(X)))
     expected = other.predict(X_test, return_std=True)[1]
     (given.data if sparse.issparse(given) else given)[:] = 3
+    model.set_params(fit_intercept=not intercept)
     np.testing.assert_array_equal(model.predict(X_test, return_std=True)[1], expected)
     assert str(model.certificate_) == str(other.certificate_)
 

@@ -116,7 +116,7 @@ class BilevelRidge(ScoringMixin, RegressorMixin, BilevelRegressor):
         units = torch.eye(size, fit.w.shape[2], dtype=lam.dtype)
         # The block of the features alone. In the inverse, this block already accounts for the intercept.
         inverse = fit.minimum(lam).solve(units[None, :, None])[0, :, 0, :size].numpy()
-        has_intercept = float(bool(self.fit_intercept))
+        has_intercept = float(fit.table.intercept)
         mean = np.asarray(weight @ X).reshape(-1) / total * has_intercept
         sample = np.flatnonzero(weight > 0)
         sample = sample[:: -(-len(sample) // MAX_TETHER_ROWS)]
