@@ -140,6 +140,18 @@ def test_sparse_tables_give_the_same_model(estimator):
 
 
 @pytest.mark.parametrize("estimator", ALL, **ids)
+def test_a_sparse_table_may_hold_parts_of_a_number(estimator):
+    X, y, *_ = noisy(60, 8, 3)
+    target = binary(X, y) if estimator is BilevelLogisticRegression else y
+    whole = sparse.csr_matrix(np.where(np.abs(X) < 0.5, 0, X))
+    data = np.stack([whole.data + 50, np.full_like(whole.data, -50)], axis=1).ravel()
+    parts = sparse.csr_matrix((data, np.repeat(whole.indices, 2), 2 * whole.indptr), shape=whole.shape)
+    one, two = (estimator("shared", cv=3).fit(rows, target) for rows in (whole, parts))
+    np.testing.assert_allclose(two.coef_, one.coef_, atol=1e-6)
+    assert parts.nnz == 2 * whole.nnz
+
+
+@pytest.mark.parametrize("estimator", ALL, **ids)
 def test_rows_of_weight_zero_are_as_if_they_were_not_there(estimator):
     X, y, *_ = noisy(60, 5, 3)
     target = binary(X, y) if estimator is BilevelLogisticRegression else y

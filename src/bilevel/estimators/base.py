@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from scipy import sparse
 from sklearn.base import BaseEstimator
 from sklearn.metrics import check_scoring
 from sklearn.utils import _safe_indexing, check_consistent_length
@@ -234,6 +235,10 @@ class BilevelEstimator(TunedEstimator):
         """
         self._check_settings()
         self._settled: dict[str, Any] = {}
+        if sparse.issparse(X) and not X.has_canonical_format:
+            # Several stored numbers of one place are added up before any of them is squared.
+            X = X.copy()
+            X.sum_duplicates()
         self._refuse_extreme_targets(outputs)
         if rows is not None:
             check_consistent_length(X, rows)
