@@ -46,6 +46,19 @@ def test_a_table_with_curves_categories_and_missing_values():
     assert model.importance_["noise"] < 0.1 * model.importance_["a"]
 
 
+@pytest.mark.parametrize(("fitted", "given"), [("bool", "int"), ("text", "int"), ("int", "bool")])
+def test_categories_in_another_coding_are_refused(fitted, given):
+    number = np.arange(60) % 2
+    kinds = {"bool": number == 1, "int": number, "text": np.where(number, "yes", "no")}
+    frame = pd.DataFrame({"kind": kinds[fitted], "x": np.random.default_rng(0).normal(size=60)})
+    model = BilevelAdditiveRegressor(categorical=["kind"]).fit(frame, 3 * number + frame["x"])
+    assert model.score(frame, 3 * number + frame["x"]) > 0.99
+    with pytest.raises(BilevelError, match=r"'kind' held categories such as .* Pass the column as it was in training"):
+        model.predict(frame.assign(kind=kinds[given]))
+    # A missing value is a category, and a new one has no effect.
+    model.predict(frame.assign(kind=np.nan)), model.predict(frame.assign(kind="new"))
+
+
 def test_rows_of_weight_zero_are_as_if_they_were_not_there():
     X, y = curved(120)
     weight = np.where(np.arange(120) % 4 == 0, 0.0, 1.0)

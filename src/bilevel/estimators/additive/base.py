@@ -16,7 +16,7 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
-from bilevel.estimators.additive.columns import as_categories, position, read_columns
+from bilevel.estimators.additive.columns import as_trained, position, read_columns
 from bilevel.estimators.additive.criteria import PENALTY_UNIT, Criterion, FoldByFold, RowByRow, TunedPenalties
 from bilevel.estimators.additive.design import Design, Piece, candidates, feature_limit
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
@@ -336,11 +336,9 @@ class BilevelAdditive(TunedEstimator):
     def _features(self, X: Any, reach: float = REACH) -> Array:
         """The features of new rows, about the means of the training rows; `reach` as for `NumericTerm.features`."""
         check_is_fitted(self)
-        names, columns = read_columns(self, X, self.categorical, reset=False)
+        names, columns = read_columns(self, X, "auto", reset=False)
         for j, (column, term) in enumerate(zip(columns, self._design.terms, strict=True)):
-            wanted = isinstance(term, NumericTerm)
-            if wanted != (column.dtype == np.float64):
-                columns[j] = _converted(column, wanted, names[j])
+            columns[j] = as_trained(column, None if isinstance(term, NumericTerm) else term.levels, names[j])
         return self._design.matrix(self._design.blocks(columns, reach)) - self._reduction.mean
 
     def _scores(self, X: Any) -> Array:
@@ -379,18 +377,6 @@ def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
             square = square / math.sqrt(max(float(share @ square**2), 1e-300))
             relevance[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
     return relevance
-
-
-def _converted(column: Array, numbers: bool, name: str) -> Array:
-    """A column of new rows, converted to the kind that it had in training: numbers or categories."""
-    if not numbers:
-        return as_categories(column)
-    try:
-        return np.array([np.nan if value is None else float(value) for value in column], dtype=np.float64)
-    except ValueError as error:
-        raise BilevelError(
-            f"Column {name!r} held numbers when the model was fitted, but now it holds text. Pass numbers."
-        ) from error
 
 
 def inverse_hessian(X: Array, weight: Array, alpha: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from sklearn.utils.validation import validate_data
 
 from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array
+
+BOOLEANS = {"True", "False"}
 
 
 def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tuple[list[str], list[Array]]:
@@ -73,6 +76,35 @@ def _from_array(values: Array) -> Array:
 def as_categories(values: Array) -> Array:
     """Categories as text. Integers have no decimal point, so that 1 and 1.0 are one category."""
     return np.array([None if _is_missing(value) else _text(value) for value in values], dtype=object)
+
+
+def as_trained(column: Array, levels: Array | None, name: str) -> Array:
+    """A column of new rows as the kind that it had in training: categories if `levels` holds any, numbers otherwise."""
+    if levels is None:
+        try:
+            return np.array([np.nan if value is None else float(value) for value in column], dtype=np.float64)
+        except ValueError as error:
+            raise BilevelError(
+                f"Column {name!r} held numbers when the model was fitted, but now it holds text. Pass numbers."
+            ) from error
+    numbers, column = column.dtype == np.float64, as_categories(column)
+    present, known = set(column) - {None}, set(levels.tolist())
+    # Text may be a new category. Numbers in place of text, or booleans in place of anything else, are another coding.
+    recoded = not any(map(_is_number, known)) if numbers else present <= BOOLEANS
+    if present and recoded and not present & known:
+        raise BilevelError(
+            f"Column {name!r} held categories such as {str(levels[0])!r} when the model was fitted, and now it holds "
+            f"{'numbers' if numbers else 'True and False'}, such as {min(present)!r}, which is none of them. Pass the "
+            "column as it was in training."
+        )
+    return column
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _text(value: Any) -> str:
