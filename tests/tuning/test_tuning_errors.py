@@ -63,6 +63,7 @@ def mean_square(output, target):
     return ((output - F.one_hot(target, 3)) ** 2).mean()
 
 
+SIGNS, ONES = torch.tensor([-1.0, 1.0, 1.0]), torch.ones(24, dtype=torch.float32)
 TWO = {"log": F.cross_entropy, "square": mean_square}
 
 # The wrong arguments of a call, and words that the message must contain.
@@ -91,6 +92,14 @@ WRONG = {
     "every output with every target": (
         {"model": nn.Linear(3, 1), "loss": lambda o, y: ((o - y) ** 2).mean(), "train": classes()},
         ["loss compares every output with every target", "[24, 1] and the targets [24]", "y.reshape(24, 1)"],
+    ),
+    "every output with every target, which must be a class": (
+        {"model": nn.Linear(3, 1), "loss": lambda o, y: F.relu(1 - o * SIGNS[y]).mean(), "train": classes()},
+        ["loss compares every output with every target"],
+    ),
+    "every output with every target, in single precision": (
+        {"model": nn.Linear(3, 1).float(), "loss": lambda o, y: ((o - y) @ ONES).square().mean(), "train": classes()},
+        ["loss compares every output with every target"],
     ),
     "every target with every output": (
         {

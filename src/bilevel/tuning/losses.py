@@ -41,7 +41,7 @@ class ModelLoss:
         self._compared = False
 
     def __call__(self, output: Any, batch: Batch, targets: Any, hp: Mapping[str, Any]) -> Tensor:
-        value = self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
+        value = self._plain(output, targets, hp)
         if not isinstance(value, Tensor):
             raise BilevelError(
                 f"{self.name} returned {type(value).__name__}. It must return a tensor, without .item() or float()."
@@ -73,6 +73,10 @@ class ModelLoss:
             )
         return value
 
+    def _plain(self, output: Any, targets: Any, hp: Mapping[str, Any]) -> Any:
+        """What the user's loss returns."""
+        return self._loss(output, targets, hp) if self.takes_hp else self._loss(output, targets)
+
     def _refuse_all_pairs(self, output: Any, targets: Any, hp: Mapping[str, Any]) -> None:
         """Refuse a loss that compares every output with every target, as outputs (n, 1) − targets (n) do in torch.
 
@@ -82,18 +86,21 @@ class ModelLoss:
             return
         if output.numel() < 2 or [n for n in output.shape if n > 1] != [n for n in targets.shape if n > 1]:
             return
-        # The outputs before training may all be equal, so numbers are added. Single precision would round too much.
-        output = output.detach().double() + torch.linspace(0, 0.5, output.numel(), device=output.device).view_as(output)
-        given = targets.detach().double() if targets.is_floating_point() else targets
+        # The outputs before training may all be equal. Those of a loss of probabilities must stay between 0 and 1.
+        factors = torch.linspace(0.5, 1, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
+        given, output = targets.detach(), output.detach() * factors if output.any() else factors
         moved, all_pairs = given.roll(1, 0), False
-        # A loss may need single precision or probabilities. Then it is not compared.
-        with torch.no_grad(), contextlib.suppress(Exception):
-            one, other, raised = (
-                float((self._loss(output, y, hp) if self.takes_hp else self._loss(output, y)).mean())
-                for y in (given, moved, given + 1)
-            )
-            # A loss may also ignore its targets.
-            all_pairs = abs(one - other) <= 1e-10 * abs(one) and one != raised and not torch.equal(given, moved)
+        # Single precision rounds sums of other orders differently, but a loss may need the precision of its arguments.
+        for dtype, tolerance in ((torch.float64, 1e-10), (output.dtype, 8 * torch.finfo(output.dtype).eps)):
+            with torch.no_grad(), contextlib.suppress(Exception):
+                one, other, constant = (
+                    float(self._plain(output.to(dtype), y.to(dtype) if y.is_floating_point() else y, hp).mean())
+                    for y in (given, moved, given[:1].expand_as(given))
+                )
+                # A loss may also ignore its targets.
+                same = abs(one - other) <= tolerance * abs(one)
+                all_pairs = same and one != constant and not torch.equal(given, moved)
+                break
         if all_pairs:
             raise BilevelError(
                 f"{self.name} compares every output with every target: it does not change if the targets change "
