@@ -153,6 +153,7 @@ WEIGHT = torch.tensor([1.0, 5.0, 0.2])
         functools.partial(F.cross_entropy, weight=WEIGHT),
         nn.CrossEntropyLoss(ignore_index=2),
         nn.MultiMarginLoss(),
+        lambda output, target, reduction="sum": F.cross_entropy(output, target, reduction=reduction),
     ],
 )
 def test_with_weights_of_one_the_loss_is_the_one_that_was_passed(loss):
@@ -162,6 +163,14 @@ def test_with_weights_of_one_the_loss_is_the_one_that_was_passed(loss):
     batch = job.task.batch(1)
     expected = loss(job.network.train(job.network.w, batch.inputs), batch.targets)
     torch.testing.assert_close(job.problem.inner(job.network.w, job.space.lam, batch), expected)
+
+
+def test_a_weighted_mean_that_is_not_known_is_refused():
+    def loss(output, target, reduction="mean"):
+        return F.cross_entropy(output, target, WEIGHT, reduction=reduction)
+
+    with pytest.raises(bl.BilevelError, match="with reduction='none' its mean is"):
+        prepare(network(), loss, ExampleWeights(), classes(), VAL, steps=1)
 
 
 @pytest.mark.parametrize("others", [[], [ExampleWeights(1.0, range=(0.0, 2.0), transform=None)]])

@@ -36,7 +36,7 @@ class ModelLoss:
         parameters = _parameters(loss.forward if isinstance(loss, nn.Module) else loss)
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.takes_hp = sum(p.kind in positional and p.default is p.empty for p in parameters.values()) >= 3
-        self._loss = _without_reduction(loss) if per_example else loss
+        self._given, self._loss = loss, _without_reduction(loss) if per_example else loss
         self._reduction, self._class_weights, self._ignored_label = _reduction(loss)
         self._compared = False
 
@@ -46,10 +46,10 @@ class ModelLoss:
             raise BilevelError(
                 f"{self.name} returned {type(value).__name__}. It must return a tensor, without .item() or float()."
             )
-        if not self._compared:
+        count, first = len(batch.index), not self._compared
+        if first:
             self._compared = True
             self._refuse_all_pairs(output, targets, hp)
-        count = len(batch.index)
         if self.per_example:
             if value.ndim == 0 or len(value) != count:
                 raise BilevelError(
@@ -59,9 +59,13 @@ class ModelLoss:
             entries = value.reshape(count, -1)
             # If all weights are 1, the mean over the examples must equal the loss that the user passed.
             if self._reduction == "sum":
-                return entries.sum(1) * count
-            entries = entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)
-            return entries * self._mean_correction(batch.targets)
+                entries = entries.sum(1) * count
+            else:
+                entries = entries.sum(1) if self._reduction == "batchmean" else entries.mean(1)
+                entries = entries * self._mean_correction(batch.targets)
+            if first and targets is batch.targets and not self.takes_hp:
+                self._refuse_other_mean(entries, self._given(output, targets))
+            return entries
         if targets is not batch.targets:
             value = value * self._mean_correction(batch.targets)
         if value.ndim == 1 and len(value) == count:
@@ -108,6 +112,16 @@ class ModelLoss:
                 f"targets of the shape of the outputs, as in y.reshape{tuple(output.shape)}."
             )
 
+    def _refuse_other_mean(self, entries: Tensor, given: Tensor) -> None:
+        """Refuse a loss whose own reduction is not the mean of the examples' losses, nor one that is known here."""
+        one, other = float(entries.detach().mean()), float(given.detach().mean())
+        if abs(one - other) > 1e-3 * abs(other):
+            raise BilevelError(
+                f"{self.name} is {other:.6g}, but with reduction='none' its mean is {one:.6g}. Example weights "
+                "multiply the losses of single examples, so that training would minimise another loss. Pass a loss "
+                "whose value is the mean over the examples."
+            )
+
     def _mean_correction(self, labels: Any) -> Any:
         """The number of labels divided by their total weight.
 
@@ -150,7 +164,7 @@ def _without_reduction(loss: Any) -> Callable[..., Any]:
 
 def _reduction(loss: Any) -> tuple[str, Tensor | None, int | None]:
     """The reduction of a torch loss, its class weights, and the label that it ignores (None if it ignores none)."""
-    settings: dict[str, Any] = {}
+    settings = {name: p.default for name, p in _parameters(loss).items() if name == "reduction"}
     while isinstance(loss, functools.partial):
         settings = {**loss.keywords, **settings}
         loss = loss.func
