@@ -75,6 +75,29 @@ def test_dropout_that_is_switched_on_later(condition):
         bl.hypergradient(switched, LAM, TASK, method=method, **settings)
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: str(method)[:30])
+def test_noise_that_multiplies_w_which_starts_at_zero(method):
+    random = bl.Problem(
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() + lam.exp() * (torch.rand(4) * w**2).sum(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(4),
+    )
+    with pytest.raises(bl.BilevelError, match="pure function"):
+        bl.hypergradient(random, LAM, TASK, dynamics=bl.HeavyBall(0.1, 0.5), steps=30, method=method)
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Unrolled(), bl.Forward(), bl.FiniteDifference()])
+def test_noise_in_later_steps(method):
+    task = bl.Task(lambda t: (X, Y, torch.tensor(float(t > 1))), TASK.val)
+    random = bl.Problem(
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean() * (1 + b[2] * torch.rand(())) + lam.exp() * (w**2).sum(),
+        lambda w, lam, b: ((b[0] @ w - b[1]) ** 2).mean(),
+        lambda lam: torch.zeros(4),
+    )
+    with pytest.raises(bl.BilevelError, match="Step 30 gave another result"):
+        bl.hypergradient(random, LAM, task, dynamics=bl.GradientDescent(0.1), steps=30, method=method)
+
+
 def test_a_mask_that_is_a_function_of_the_batch_is_none_of_this():
     seeded = problem(lambda x: x * (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) > 0.5))
     settings = {"dynamics": bl.GradientDescent(0.1), "steps": 2000}

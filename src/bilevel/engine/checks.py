@@ -162,7 +162,7 @@ def check_process(process: Process, method: Method, *, value_only: bool = False)
             _check_closures(process, method, state, recorded)
     memory.replaces_operations |= mode.used
     _follow_memory(process)
-    check_purity(process, state)
+    check_purity(process, state, after)
     # A method that uses only values of f_T has its own test of which leaves of λ matter.
     if not value_only and method.outer_derivatives:
         check_reach(process, method, state)

@@ -12,29 +12,39 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics, gradient
-from bilevel.engine.process import Process, State
+from bilevel.engine.process import Bound, Process, State
 from bilevel.errors import BilevelError
 from bilevel.trees import Tree
 
 
-def check_purity(process: Process, state: State) -> None:
-    """Compute init, E and the first step twice, once per problem. ∇L is computed twice too, because a projection, a
-    sign or clipping in the first step may hide a random ∇L."""
-    bound = process.bound
+def check_purity(process: Process, state: State, after: State) -> None:
+    """Compute init, E, the first step and the last one twice, once per problem. ∇L is computed twice too, because a
+    projection, a sign or clipping in a step may hide a random ∇L.
+
+    Args:
+        state, after: the start, and the state after the first step. E and the last step are computed from the second,
+            because many starts are zero, which hides noise that multiplies w.
+    """
+    bound, after = process.bound, trees.detach(after)
     if process.start is None and process.previous is None:
         with torch.no_grad():
             refuse_impure(bound.start(), bound.start(), "init(λ) gave another start")
     with torch.enable_grad():  # an outer objective may take gradients itself
-        refuse_impure(bound.outer(state), bound.outer(state), "The outer objective gave another value")
-    if process.steps:
-        t = process.times[0]
-        # A dynamics that is a function of λ is made again: its settings may be random.
-        other = bound if isinstance(process.source, Dynamics) else process.bind(process.variables)
-        with torch.no_grad():
-            refuse_impure(bound.step(state, t), other.step(state, t), f"Step {t} gave another result")
-            if process.check_results.uses_inner:
-                first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
-                refuse_impure(first, again, f"The gradient of the inner objective at step {t} was different")
+        refuse_impure(bound.outer(after), bound.outer(after), "The outer objective gave another value")
+    # A dynamics that is a function of λ is made again: its settings may be random.
+    other = bound if isinstance(process.source, Dynamics) else process.bind(process.variables)
+    ends = [(process.times[0], state), (process.times[-1], after)] if process.steps else []
+    for t, point in ends[: process.steps]:
+        _check_step(process, other, point, t)
+
+
+def _check_step(process: Process, other: Bound, state: State, t: int) -> None:
+    bound = process.bound
+    with torch.no_grad():
+        refuse_impure(bound.step(state, t), other.step(state, t), f"Step {t} gave another result")
+        if process.check_results.uses_inner:
+            first, again = (gradient(bound.loss(t), state[0]) for _ in range(2))
+            refuse_impure(first, again, f"The gradient of the inner objective at step {t} was different")
 
 
 def refuse_impure(first: Any, again: Any, what: str) -> None:
