@@ -56,3 +56,18 @@ def test_a_library_call_leaves_the_process_as_it_was(call, monkeypatch, capfd):
         assert capfd.readouterr().out == ""
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Unrolled(), bl.Forward(), bl.Implicit(), bl.Truncated(3)])
+def test_a_solution_that_is_changed_in_place_changes_no_later_run(method):
+    problem = bl.Problem(
+        lambda w, lam, x: ((w["a"] - x) ** 2 + lam.exp() * w["a"] ** 2).sum(),
+        lambda w, lam, x: ((w["a"] - x) ** 2).sum(),
+        lambda lam: {"a": torch.zeros(3)},
+    )
+    task, settings = bl.Task(torch.ones(3), torch.ones(3)), {"dynamics": bl.HeavyBall(0.1, 0.5), "method": method}
+    first = bl.hypergradient(problem, torch.zeros(()), task, steps=4, **settings)
+    expected = bl.hypergradient(problem, torch.zeros(()), task, steps=4, start=first, **settings)
+    first.inner["a"].zero_()
+    again = bl.hypergradient(problem, torch.zeros(()), task, steps=4, start=first, **settings)
+    assert torch.equal(again.value, expected.value) and torch.equal(again.grad, expected.grad)

@@ -193,7 +193,9 @@ class Method(ABC):
         kept, dynamics = state if continues else None, process.bound.dynamics
         stats["iterations"] = dynamics.iterations(state[1]) if continues else None
         facts = {"dynamics": dynamics.kind if continues else None, **(extra or {})}
-        return Hypergradient(value, grad, state[0], Stats(type(self).__name__, **stats), kept, last, **facts)
+        # A copy, because the user may change it in place, and a later run continues from the state.
+        inner = trees.clone(state[0]) if continues else state[0]
+        return Hypergradient(value, grad, inner, Stats(type(self).__name__, **stats), kept, last, **facts)
 
 
 def _each_with_its_own_memory(gradients: list[Tensor]) -> list[Tensor]:
