@@ -157,10 +157,16 @@ def _alike(ones: list[NDArray[np.int64]], others: list[NDArray[np.int64]]) -> ND
 
 def _surroundings(rasters: list[NDArray[np.int64]]) -> NDArray[np.bool_]:
     """Everything within √NEAR pixels of each raster."""
-    regions = np.zeros((len(rasters), 64, 64), bool)
-    reach = int(NEAR**0.5)
-    disc = [(i, j) for i in range(-reach, reach + 1) for j in range(-reach, reach + 1) if i * i + j * j <= NEAR]
-    for region, raster in zip(regions, rasters, strict=True):
-        around = np.clip(raster[:, None] + np.array(disc), 0, 63)
-        region[around[..., 0], around[..., 1]] = True
+    reach, side = int(NEAR**0.5), 64
+    wide = np.zeros((len(rasters), side + 2 * reach, side + 2 * reach), bool)
+    for region, raster in zip(wide, rasters, strict=True):
+        region[raster[:, 0] + reach, raster[:, 1] + reach] = True
+    near = np.zeros((len(rasters), side + 2 * reach, side), bool)
+    regions = np.zeros((len(rasters), side, side), bool)
+    # A disc is made of rows, which are the wider the nearer they are to its middle: widen by one pixel after another.
+    widths = {row: int((NEAR - row * row) ** 0.5) for row in range(-reach, reach + 1)}
+    for width in range(reach + 1):
+        near |= wide[:, :, reach - width : reach - width + side] | wide[:, :, reach + width : reach + width + side]
+        for row in (row for row, most in widths.items() if most == width):
+            regions |= near[:, reach + row : reach + row + side]
     return regions

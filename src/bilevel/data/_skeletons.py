@@ -9,28 +9,39 @@ from numpy.typing import NDArray
 AROUND = ((-1, 0), (-1, 1), (0, 1), (1, 1), (1, 0), (1, -1), (0, -1), (-1, -1))
 
 
+def _gone(phase: int) -> NDArray[np.bool_]:
+    """Whether a pixel is taken away, for each of the 256 patterns of its neighbours; the first is the lowest bit."""
+    p = [(np.arange(256) >> k & 1).astype(bool) for k in range(8)]
+    count = np.sum(p, axis=0)
+    steps = np.sum([~p[k] & p[(k + 1) % 8] for k in range(8)], axis=0)
+    top, right, bottom, left = p[0], p[2], p[4], p[6]
+    if phase == 0:
+        keep = (top & right & bottom) | (right & bottom & left)
+    else:
+        keep = (top & right & left) | (top & bottom & left)
+    return (count >= 2) & (count <= 6) & (steps == 1) & ~keep
+
+
 def thin(bitmaps: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Lines one pixel wide through the middle of the strokes of N bitmaps (Zhang and Suen, 1984)."""
     images = bitmaps.copy()
     images[:, [0, -1], :] = False
     images[:, :, [0, -1]] = False
-    active = np.arange(len(images))
-    while len(active):
-        changed = np.zeros(len(active), bool)
-        for phase in (0, 1):
-            now = images[active]
-            p = [np.roll(now, (-dy, -dx), axis=(1, 2)) for dy, dx in AROUND]
-            count = np.sum(p, axis=0, dtype=np.uint8)
-            steps = np.sum([~p[k] & p[(k + 1) % 8] for k in range(8)], axis=0, dtype=np.uint8)
-            top, right, bottom, left = p[0], p[2], p[4], p[6]
-            if phase == 0:
-                keep = (top & right & bottom) | (right & bottom & left)
-            else:
-                keep = (top & right & left) | (top & bottom & left)
-            gone = now & (count >= 2) & (count <= 6) & (steps == 1) & ~keep
-            images[active] = now & ~gone
-            changed |= gone.any(axis=(1, 2))
-        active = active[changed]
+    flat, tables = images.reshape(-1).view(np.uint8), [_gone(0), _gone(1)]
+    steps = [dy * images.shape[2] + dx for dy, dx in AROUND]
+    # The pixels with ink, of the bitmaps that still change; the frame without ink keeps bitmaps apart.
+    ink = np.flatnonzero(flat)
+    while len(ink):
+        changed = np.zeros(len(images), bool)
+        for table in tables:
+            pattern = np.zeros(len(ink), np.uint8)
+            for k, step in enumerate(steps):
+                pattern |= flat[ink + step] << k
+            gone = table[pattern]
+            flat[ink[gone]] = 0
+            changed[ink[gone] // images[0].size] = True
+            ink = ink[~gone]
+        ink = ink[changed[ink // images[0].size]]
     return images
 
 
