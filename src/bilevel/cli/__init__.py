@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 import warnings
@@ -89,7 +90,16 @@ def _guarded(command: Callable[..., Any], state: dict[str, bool]) -> Callable[..
             typer.echo(f"Interrupted. {consequence}", err=True)
             raise typer.Exit(130) from None
 
+    # typer evaluates annotations that are strings several times, for every command.
+    call.__signature__ = signature = _signature(command)  # type: ignore[attr-defined]
+    call.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return call
+
+
+@functools.cache
+def _signature(command: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of a command, with their annotations evaluated."""
+    return inspect.signature(command, eval_str=True)
 
 
 def _print_version(wanted: bool) -> None:
