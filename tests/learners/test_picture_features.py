@@ -65,7 +65,7 @@ def score(learner, drawn, **more):
 @pytest.fixture
 def one_by_one(monkeypatch):
     """Evaluate episode by episode, from the pictures."""
-    return lambda: monkeypatch.setattr("bilevel.learners.evaluation.with_features", lambda *given: None)
+    return lambda: monkeypatch.setattr("bilevel.learners.evaluation.with_features", lambda *given, **more: None)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_scores_are_those_of_the_pictures(name, options, rotations, data, one_by
 def test_calibrations_are_those_of_the_pictures(name, data, monkeypatch):
     learner, drawn = build(name), [episodes(data, split=split, ways=2) for split in ("val", "train")]
     found = calibrate(learner, *drawn, COUNT, 3)
-    monkeypatch.setattr("bilevel.learners.calibration.with_features", lambda *given: None)
+    monkeypatch.setattr("bilevel.learners.calibration.with_features", lambda *given, **more: None)
     expected = calibrate(learner, *drawn, COUNT, 3)
     assert found.plain().pop("found") == expected.found and 0 < found.accuracy == expected.accuracy < 1
     for name in ("temperature", "error", "error_before"):
@@ -109,6 +109,18 @@ def test_each_picture_passes_once(data):
     different = len(picture_features.DrawnPictures.of(drawn, COUNT).keys)
     assert different == 5 * 6  # five classes of six pictures, 450 times in 30 episodes
     assert seen() == different
+
+
+def test_known_features_are_not_computed_again(data):
+    learner, drawn, known = build("hyper-representation"), episodes(data), {}
+    learner.representation._fuses = False
+    seen = passed(learner)
+    once = score(learner, drawn, known=known)
+    few = picture_features.DrawnPictures.of(drawn, 3).keys
+    for key in few:
+        del known["val", key]
+    before = seen()
+    assert torch.equal(score(learner, drawn, known=known), once) and seen() - before == len(few)
 
 
 class Elsewhere(torch.nn.Module):

@@ -20,6 +20,7 @@ from bilevel.learners import ZOO_PREFIX, library
 from bilevel.learners.calibration import QUERIES, Calibration
 from bilevel.learners.calibration import calibrate as fitted
 from bilevel.learners.evaluation import EpisodeScore, choose_and_test
+from bilevel.learners.picture_features import KnownFeatures
 from bilevel.learners.settings import TrainingSettings
 from bilevel.learners.streams import episodes as stream
 from bilevel.learners.streams import open_data
@@ -68,8 +69,9 @@ def evaluate(
     learner.check_episode(settings.ways, settings.shots)
     tried = range(first, last + 1) if learner.has_steps else range(1, 2)
     val, test = (stream(settings, data, split, seed) for split in ("val", "test"))
+    known: KnownFeatures = {}
     with bar("episodes", 2 * count) if sys.stderr.isatty() else nullcontext(lambda done: None) as report:
-        final = choose_and_test(learner, val, test, count, tried, report)
+        final = choose_and_test(learner, val, test, count, tried, report, known)
     result = {
         "model": spec,
         "learner": learner.name,
@@ -87,7 +89,8 @@ def evaluate(
     }
     shapes = [(settings.ways, settings.shots), *(GRID if save is not None else ())]
     used = model if batch_norm else model.for_use()
-    calibrations = for_shapes(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed)
+    known = known if used is model else {}  # other features, in another batch norm mode
+    calibrations = for_shapes(used, settings, data, shapes, min(count, CALIBRATED), final.steps, seed, known)
     result["calibration"] = calibrations[0].plain()
     if other is None and RunFolder(Path(spec)).exists():
         library.save_calibrations(spec, model, [one.plain() for one in calibrations])
@@ -177,7 +180,7 @@ def calibrate(
     data = open_data(used.settings, data_root)
     model.check_data(data)
     shapes = [(used.settings.ways, used.settings.shots), *GRID]
-    made = for_shapes(used, used.settings, data, shapes, count, used.learner.steps, seed)
+    made = for_shapes(used, used.settings, data, shapes, count, used.learner.steps, seed, {})
     library.save_calibrations(spec, model, [calibration.plain() for calibration in made])
     return made
 
@@ -190,6 +193,7 @@ def for_shapes(
     count: int,
     steps: int,
     seed: int | None,
+    known: KnownFeatures,
 ) -> list[Calibration]:
     """Calibrations for the first ways and shots, and for those of the others that the learner and the data allow."""
     made: dict[tuple[int, int], Calibration] = {}
@@ -203,7 +207,7 @@ def for_shapes(
                 raise
             continue
         if (ways, shots) not in made:
-            made[ways, shots] = fitted(model.learner, val, test, count, steps)
+            made[ways, shots] = fitted(model.learner, val, test, count, steps, known)
     return list(made.values())
 
 

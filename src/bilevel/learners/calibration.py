@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bilevel.errors import BilevelError
-from bilevel.learners.picture_features import with_features
+from bilevel.learners.picture_features import KnownFeatures, with_features
 from bilevel.problem import Task
 from bilevel.tasks.episodes import Episodes
 
@@ -181,7 +181,9 @@ def quantile(scores: Tensor, rate: float) -> float:
     return float(ordered[min(int(rate * len(ordered)), len(ordered) - 1)])
 
 
-def calibrate(learner: Learner, val: Episodes, test: Episodes, count: int, steps: int) -> Calibration:
+def calibrate(
+    learner: Learner, val: Episodes, test: Episodes, count: int, steps: int, known: KnownFeatures | None = None
+) -> Calibration:
     """Fit on episodes 0…count − 1 of meta-validation, and measure on the same number of meta-test.
 
     Args:
@@ -190,11 +192,12 @@ def calibrate(learner: Learner, val: Episodes, test: Episodes, count: int, steps
         test: episodes of meta-test, with the same ways and shots.
         count: the number of episodes of each split.
         steps: T.
+        known: as for `with_features`.
     """
-    queries = _classified(learner, val, count, steps)
+    queries = _classified(learner, val, count, steps, known)
     tau = temperature(queries.logits, queries.answers)
     score, thresholds = _best_score(queries)
-    queries = _classified(learner, test, count, steps)
+    queries = _classified(learner, test, count, steps, known)
 
     def share_below(scores: Tensor) -> dict[str, float]:
         return {key: float((scores < bound).double().mean()) for key, bound in thresholds.items()}
@@ -277,14 +280,16 @@ class _ClassifiedQueries:
 
 
 @torch.no_grad()
-def _classified(learner: Learner, episodes: Episodes, count: int, steps: int) -> _ClassifiedQueries:
+def _classified(
+    learner: Learner, episodes: Episodes, count: int, steps: int, known: KnownFeatures | None
+) -> _ClassifiedQueries:
     """The queries of episodes 0…count − 1, and queries of other classes: at most as many classes as in an episode."""
     ways = episodes.ways
     others = min(ways, episodes.sampler.count - ways)
     drawn = replace(episodes, ways=ways + others, queries=min(episodes.queries, QUERIES))
     logits, given, own, outside = [], [], [], []
     episode: Callable[[int], Task] = drawn.episode
-    if (once := with_features(learner, drawn, count)) is not None:
+    if (once := with_features(learner, drawn, count, known=known)) is not None:
         learner, episode = once[0], once[1].episode
     for number in range(count):
         task = episode(number)

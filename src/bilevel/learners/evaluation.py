@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from bilevel.distributed import World
 from bilevel.errors import BilevelError
-from bilevel.learners.picture_features import with_features
+from bilevel.learners.picture_features import KnownFeatures, with_features
 from bilevel.tasks.episodes import Episodes
 from bilevel.training.stopping import Interrupted, StopRequest
 
@@ -50,10 +51,11 @@ def evaluate(
     world: World | None = None,
     report: Callable[[int], None] = lambda done: None,
     stop: StopRequest | bool = False,
+    known: KnownFeatures | None = None,
 ) -> EpisodeScore:
     """The score on episodes 0…count − 1, after 1…steps inner steps; None: after the learner's last step only.
 
-    It raises `Interrupted` if a process is asked to stop.
+    It raises `Interrupted` if a process is asked to stop. `known` is as for `with_features`.
     """
     if count < 2:
         raise BilevelError(f"{count} episodes give no interval; pass at least 2.")
@@ -61,7 +63,8 @@ def evaluate(
     columns = steps if steps is not None and learner.has_steps else 1
     table = torch.zeros(count, columns, dtype=torch.float64)
     done, already, drawn = 0, 0.0, episodes.batch
-    once = with_features(learner, episodes, count, world, lambda part: report(int(FEATURES * count * part)), stop)
+    share = partial(_report_share, report, FEATURES * count)
+    once = with_features(learner, episodes, count, world, share, stop, known)
     if once is not None:
         (learner, pictures), already = once, FEATURES
         drawn = pictures.batch
@@ -76,6 +79,10 @@ def evaluate(
     world.sum(table)
     means, deviations = table.mean(0), table.std(0)
     return EpisodeScore(tuple(means.tolist()), tuple((1.96 * deviations / count**0.5).tolist()), count, table)
+
+
+def _report_share(report: Callable[[int], None], most: float, done: float) -> None:
+    report(int(most * done))
 
 
 @dataclass(frozen=True)
@@ -102,11 +109,11 @@ def choose_and_test(
     count: int,
     tried: range,
     report: Callable[[int], None] = lambda done: None,
+    known: KnownFeatures | None = None,
 ) -> FinalScore:
     """Choose T among `tried` on `count` episodes of meta-validation, and evaluate it once on as many of meta-test."""
     tried = tried if learner.has_steps else range(1, 2)
-    validation = evaluate(learner, val, count, tried[-1], report=report)
+    validation = evaluate(learner, val, count, tried[-1], report=report, known=known)
     steps = max(tried, key=lambda t: (validation.means[t - 1], -t))
-    return FinalScore(
-        validation, steps, evaluate(learner, test, count, steps, report=lambda done: report(count + done))
-    )
+    tested = evaluate(learner, test, count, steps, report=lambda done: report(count + done), known=known)
+    return FinalScore(validation, steps, tested)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 GROUP = 64
 # The features are computed once if there are at most this many different pictures for each picture of an episode.
 WORTH = 0.7
+# The features of pictures by split and number.
+KnownFeatures = dict[tuple[str, int], Tensor]
 # The most pictures whose row numbers are exact in single precision.
 MOST = 2**24
 
@@ -94,11 +96,13 @@ def with_features(
     world: World | None = None,
     report: Callable[[float], None] = lambda part: None,
     stop: StopRequest | bool = False,
+    known: KnownFeatures | None = None,
 ) -> tuple[Learner, DrawnPictures] | None:
     """The learner on features that are computed once, and the episodes for it. The processes share the pictures.
 
     None if an episode uses pictures not only through their features, if the features of a picture depend on other
-    pictures, or if there are few pictures in several episodes.
+    pictures, or if there are few pictures in several episodes. `known` has features that earlier calls computed with
+    the same weights, and gets the others.
     """
     # Other episodes are of features already.
     if not (learner.features_only and isinstance(episodes, Episodes) and episodes.augmentation == NONE):
@@ -110,16 +114,18 @@ def with_features(
         return None
     drawn = DrawnPictures.of(episodes, count)
     passed = count * episodes.ways * (episodes.shots + episodes.queries)
-    if len(drawn.keys) > min(WORTH * passed, MOST):
+    known = {} if known is None else known
+    new = DrawnPictures(episodes, np.array([key for key in drawn.keys if (episodes.split, key) not in known], int))
+    if len(new.keys) > WORTH * passed or len(drawn.keys) > MOST:
         return None
-    groups = [range(first, min(first + GROUP, len(drawn.keys))) for first in range(0, len(drawn.keys), GROUP)]
+    groups = [range(first, min(first + GROUP, len(new.keys))) for first in range(0, len(new.keys), GROUP)]
     world, like = world or World(), next(iter(learner.lam.values()))
-    table = like.new_zeros(len(drawn.keys), learner.features - 1)
+    table = like.new_zeros(len(new.keys), learner.features - 1)
     own = list(world.share(groups))
 
     def features(group: range) -> Tensor:
         with torch.no_grad():
-            return representation.of_this_thread().independent(learner.lam, drawn.pictures(group).to(like))
+            return representation.of_this_thread().independent(learner.lam, new.pictures(group).to(like))
 
     for done, (group, found) in enumerate(zip(own, representation.each(features, own), strict=True), 1):
         table[group.start : group.stop] = found
@@ -128,8 +134,8 @@ def with_features(
             break
     if world.any(bool(stop)):
         raise Interrupted
-    world.sum(table)
-    return _looking_up(learner, table), drawn
+    known.update(zip(((episodes.split, key) for key in new.keys), world.sum(table), strict=True))
+    return _looking_up(learner, torch.stack([known[episodes.split, key] for key in drawn.keys])), drawn
 
 
 def _looking_up(learner: Learner, table: Tensor) -> Learner:
