@@ -194,7 +194,7 @@ def test_the_zoo_is_calibrated_and_chosen_from():
     assert choose(30, 30, 5, 1).spec == "zoo:omniglot-5way-1shot"
     assert choose(9, 10, 30, 1).spec == "zoo:omniglot-20way-1shot"
     photos = choose(3, 30, 5, 4)
-    assert photos.spec == "zoo:miniimagenet-c4l-64-staged" and "3 of 30 pictures look like drawings" in photos.why
+    assert photos.spec == "zoo:miniimagenet-rn-staged" and "3 of 30 pictures look like drawings" in photos.why
     for name, card in library.zoo().items():
         for one in card["calibrations"]:
             assert 0.1 < one["temperature"] < 10 and one["error"] < 0.05 and one["false_alarms"]["0.05"] < 0.08, name

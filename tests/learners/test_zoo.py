@@ -22,7 +22,10 @@ LEAST = {
     "miniimagenet-c4l-5shot": 0.45,
     "miniimagenet-c4l-staged": 0.46,
     "miniimagenet-c4l-64-staged": 0.50,
+    "miniimagenet-rn-staged": 0.53,
 }
+# RN has 3.8 million weights, saved in half precision.
+MOST_BYTES = {"miniimagenet-rn-staged": 8_000_000}
 FILES = {
     "omniglot": ("omniglot/images_background.zip", "omniglot/images_evaluation.zip"),
     "miniimagenet": ("miniimagenet/images.zip", "miniimagenet/train.csv"),
@@ -41,7 +44,7 @@ def test_the_zoo_is_known():
 @pytest.mark.parametrize("name", LEAST)
 def test_a_card_says_everything_and_the_weights_are_small(name):
     card, file = library.zoo()[name], library.ZOO / f"{name}.safetensors"
-    assert file.stat().st_size < 1_000_000
+    assert file.stat().st_size < MOST_BYTES.get(name, 1_000_000)
     score = card["score"]
     assert score["episodes"] == 600 and score["test"]["accuracy"] >= LEAST[name]
     assert score["batch_norm"] == ("running" if "staged" in name else "episode")
