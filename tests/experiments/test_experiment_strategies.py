@@ -194,6 +194,7 @@ def test_the_problems_have_one_network_each():
         ("problems", ""),
         ("learners", "nobody"),
         ("images", "0"),
+        ("photographs", "0"),
         ("looks", "0"),
         ("average", "1"),
         ("look_episodes", "1"),
