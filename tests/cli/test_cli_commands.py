@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 import bilevel
 from bilevel.cli import build
 from bilevel.experiments import glyphs, ridge
+from bilevel.learners import library
+from bilevel.learners.presets import PRESETS, RECIPES
 
 RUNNER = CliRunner()
 TINY = ["--set", "seeds=1", "--set", "iterations=2", "--set", "steps=10"]
@@ -69,6 +71,18 @@ def test_list_of_a_room_is_what_discovery_finds(room, names):
 def test_list_of_an_experiment_shows_its_settings():
     shown = call("list", "ridge").stdout
     assert "iterations" in shown and "10,50,100,250" in shown and "whole number" in shown
+
+
+def test_list_of_presets_has_those_in_stages_too():
+    lines = {line.split()[0]: line for line in call("list", "presets").stdout.splitlines()}
+    assert set(lines) == {*PRESETS, *RECIPES}
+    assert lines["miniimagenet-c4l-staged"].endswith("6,000 + 3,000 + 3,000 hyperiterations")
+
+
+def test_list_of_models_shows_the_scores_in_their_cards():
+    lines = {line.split()[0]: line for line in call("list", "models").stdout.splitlines()}
+    for name, card in library.zoo().items():
+        assert f"{100 * card['score']['test']['accuracy']:.2f} ± " in lines[f"zoo:{name}"]
 
 
 def test_list_of_something_unknown():

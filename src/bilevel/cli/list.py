@@ -1,4 +1,4 @@
-"""`bilevel list`: the experiments, and the classes of a part of the library."""
+"""`bilevel list`: experiments, presets, the models of the zoo, and the classes of a part of the library."""
 
 from __future__ import annotations
 
@@ -27,15 +27,23 @@ ROOMS = {
 
 def command(
     what: Annotated[
-        str, typer.Argument(help=f"experiments, {', '.join(ROOMS)}, or the name of an experiment for its settings.")
+        str,
+        typer.Argument(
+            help=f"experiments, presets, models, {', '.join(ROOMS)}, or the name of an experiment for its settings."
+        ),
     ] = "experiments",
 ) -> None:
-    """List the experiments, or the methods, learners, … of the library.
+    """List experiments, presets of trainings, trained models, methods, learners, …
 
-    For experiments it prints their table or figure in the paper; for the name of an experiment, its settings.
+    For experiments it prints their table or figure in the paper; for the name of an experiment, its settings; for
+    trained models, their accuracy on meta-test.
     """
     if what == "experiments":
         columns([(listed.name, listed.paper, listed.summary) for listed in experiments.find().values()])
+    elif what == "presets":
+        _presets()
+    elif what == "models":
+        _models()
     elif what in ROOMS:
         # This imports torch: the classes are found by importing their files.
         kinds = importlib.import_module(ROOMS[what]).find()
@@ -43,7 +51,7 @@ def command(
     elif what in experiments.find():
         _settings(what)
     else:
-        legal = ["experiments", *ROOMS, *experiments.find()]
+        legal = ["experiments", "presets", "models", *ROOMS, *experiments.find()]
         raise BilevelError(
             f"There is no list of {what!r}.{experiments.did_you_mean(what, legal)} Pass one of: {', '.join(legal)}."
         )
@@ -55,6 +63,34 @@ def _description(kind: type) -> tuple[str, ...]:
     text = inspect.getdoc(kind) if strategy is None else inspect.getmodule(kind).__doc__
     first = (text or "").partition("\n")[0]
     return (first,) if strategy is None else (strategy, first)
+
+
+def _presets() -> None:
+    """Every preset with its data, episodes, network and length; the stages of a training in stages add up."""
+    from bilevel.learners.presets import PRESETS, RECIPES
+
+    stages = {name: [training] for name, training in PRESETS.items()}
+    stages |= {name: list(recipe.stages.values()) for name, recipe in RECIPES.items()}
+    rows = []
+    for name, trainings in stages.items():
+        last, lengths = trainings[-1], " + ".join(f"{one.iterations:,}" for one in trainings)
+        episode = f"{last.ways}-way {last.shots}-shot"
+        rows.append((name, last.dataset, episode, last.network, f"{lengths} hyperiterations"))
+    columns(rows)
+
+
+def _models() -> None:
+    """Every model of the zoo, with its data, network and the score in its card."""
+    from bilevel.learners.library import ZOO_PREFIX, zoo
+
+    rows = []
+    for name, card in zoo().items():
+        score = card["score"]
+        test = score["test"]
+        accuracy = f"{100 * test['accuracy']:.2f} ± {100 * test['interval']:.2f} %"
+        protocol = f"{score['ways']}-way {score['shots']}-shot, batch norm {score['batch_norm']}"
+        rows.append((ZOO_PREFIX + name, score["data"], card["learner"]["network"], accuracy, protocol))
+    columns(rows)
 
 
 def _settings(name: str) -> None:
