@@ -81,7 +81,8 @@ def _presets() -> None:
 
 def _models() -> None:
     """Every model of the zoo, with its data, network and the score in its card."""
-    from bilevel.learners.library import ZOO_PREFIX, zoo
+    from bilevel.learners import ZOO_PREFIX
+    from bilevel.learners.library import zoo
 
     rows = []
     for name, card in zoo().items():
