@@ -1,7 +1,7 @@
 """A script that fits estimators, as a user's would, for tests that start it under torchrun: `FOLDER CASES`.
 
 Each process writes what it found to FOLDER/RANK.json, every number in hexadecimal, and how many parts it worked on.
-A few hyperiterations each: results that differ between processes differ after the first one already.
+Two hyperiterations each: results that differ between processes differ after the first one already.
 """
 
 import json
@@ -20,7 +20,7 @@ from bilevel.estimators import (
     BilevelPoissonRegressor,
     BilevelRidge,
 )
-from bilevel.methods.linear_models import _shared_work, stale_newton
+from bilevel.methods.linear_models import _shared_work, newton_linear, stale_newton
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -31,31 +31,33 @@ def table(rows, features, outputs=1):
     return X, X[:, :4] @ rng.normal(size=(4, outputs)) + rng.gumbel(size=(rows, outputs))
 
 
-def logistic(rows=1500, features=70, outputs=1, **settings):
+def logistic(rows=300, features=30, outputs=1, **settings):
     X, scores = table(rows, features, outputs)
     y = scores.argmax(1) if outputs > 1 else (scores[:, 0] > 0).astype(int)
-    return BilevelLogisticRegression(**{"cv": 5, "max_iter": 4, **settings}).fit(X, y)
+    return BilevelLogisticRegression(**{"cv": 5, "max_iter": 2, **settings}).fit(X, y)
 
 
 def sparse_logistic():
-    X, scores = table(600, 700)
+    X, scores = table(240, 280)
     X[np.abs(X) < 1] = 0
-    return BilevelLogisticRegression("shared", cv=3, max_iter=3).fit(sparse.csr_matrix(X), scores[:, 0] > 0)
+    return BilevelLogisticRegression("shared", cv=3, max_iter=2).fit(sparse.csr_matrix(X), scores[:, 0] > 0)
 
 
 def regression(estimator, rows=120, features=30, outputs=1):
     X, y = table(rows, features, outputs)
-    return estimator.fit(X, y if outputs > 1 else y[:, 0])
+    return estimator.set_params(max_iter=2).fit(X, y if outputs > 1 else y[:, 0])
 
 
 def poisson():
-    X, scores = table(1200, 80)
-    return BilevelPoissonRegressor(cv=5, max_iter=4).fit(X, np.exp(scores[:, 0] / 4).round())
+    X, scores = table(300, 30)
+    return BilevelPoissonRegressor(cv=5, max_iter=2).fit(X, np.exp(scores[:, 0] / 4).round())
 
 
+# Tables for which the estimators build every Hessian at most; the table of "stale" is larger.
+LARGEST = 1.2e6
 CASES = {
     "stale": logistic,
-    "classes": lambda: logistic(500, 30, 3),
+    "classes": lambda: logistic(150, 12, 3),
     "dense": lambda: logistic(200, 12, scoring="accuracy"),
     "sparse": sparse_logistic,
     "span": lambda: logistic(60, 100),
@@ -64,10 +66,12 @@ CASES = {
     "targets": lambda: regression(BilevelRidge(cv=4, alpha_per_target=True), outputs=2),
     "left-out": lambda: regression(BilevelRidge()),
     "kernel": lambda: regression(BilevelRidge(cv=3), 40, 90),
-    "lasso": lambda: regression(BilevelLasso(cv=4, max_iter=10)),
+    "lasso": lambda: regression(BilevelLasso(cv=4)),
     "wide lasso": lambda: regression(BilevelLasso("shared", cv=3), 60, 3100),
     "ratios": lambda: regression(BilevelElasticNet("shared", l1_ratio=[0.3, 0.9], cv=3, n_jobs=2)),
     "tuned ratio": lambda: regression(BilevelElasticNet("shared", l1_ratio="tuned", cv=3)),
+    # Of a usual size.
+    "large": lambda: logistic(1500, 70),
 }
 
 
@@ -103,6 +107,7 @@ def run(case, least_operations=1):
         least_operations: the smallest work that is divided. 1 divides all that can be, so that small tables test it.
     """
     done, shared, least = {"parts": 0}, _shared_work.shared, _shared_work.LEAST_OPERATIONS
+    largest, newton_linear.LARGEST = newton_linear.LARGEST, LARGEST
 
     def counted(work, count, like):
         def one(number):
@@ -117,14 +122,17 @@ def run(case, least_operations=1):
     for module in modules:
         module.shared = counted
     try:
-        return failing() if case == "failing" else {"numbers": digits(CASES[case]()), **done}
+        if case == "failing":
+            return failing()
+        model = CASES[case]()
+        return {"numbers": digits(model), "method": getattr(model, "method_", ""), **done}
     finally:
-        _shared_work.LEAST_OPERATIONS = least
+        _shared_work.LEAST_OPERATIONS, newton_linear.LARGEST = least, largest
         for module in modules:
             module.shared = shared
 
 
 if __name__ == "__main__":
-    found = {case: run(case) for case in sys.argv[2].split(",")}
-    found["large"] = run("stale", _shared_work.LEAST_OPERATIONS)
+    usual = _shared_work.LEAST_OPERATIONS
+    found = {case: run(case, usual if case == "large" else 1) for case in sys.argv[2].split(",")}
     Path(sys.argv[1], f"{RANK}.json").write_text(json.dumps(found))
