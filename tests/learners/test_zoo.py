@@ -24,6 +24,14 @@ LEAST = {
     "miniimagenet-c4l-64-staged": 0.50,
     "miniimagenet-rn-staged": 0.53,
 }
+# Photographs take long: of these models the first two episodes are evaluated again, which have these mean accuracies.
+FIRST_TWO = {
+    "miniimagenet-c4l-1shot": 0.4,
+    "miniimagenet-c4l-5shot": 0.4467,
+    "miniimagenet-c4l-staged": 0.48,
+    "miniimagenet-c4l-64-staged": 0.5267,
+    "miniimagenet-rn-staged": 0.52,
+}
 # RN has 3.8 million weights, saved in half precision.
 MOST_BYTES = {"miniimagenet-rn-staged": 8_000_000}
 FILES = {
@@ -62,9 +70,11 @@ def test_the_score_is_found_again(name, real):
     data = open_data(found.settings)
     assert data.fingerprint == found.card["data"]["fingerprint"]
     steps, score = found.card["score"]["steps"], found.card["score"]["test"]
-    # The same first 10 of the card's 600 episodes: within four standard errors of all of them.
-    again = evaluate(found.learner, episodes(found.settings, data, "test"), 10, steps)
-    assert abs(again.means[-1] - score["accuracy"]) < 4 * score["interval"] / 1.96 * (600 / 10) ** 0.5
+    count = 2 if name in FIRST_TWO else 10
+    # The same first of the card's 600 episodes: within four standard errors of all of them.
+    again = evaluate(found.learner, episodes(found.settings, data, "test"), count, steps)
+    assert abs(again.means[-1] - score["accuracy"]) < 4 * score["interval"] / 1.96 * (600 / count) ** 0.5
+    assert again.means[-1] == pytest.approx(FIRST_TWO.get(name, again.means[-1]), abs=0.02)
 
 
 def test_the_command_knows_the_zoo(real):
