@@ -291,7 +291,7 @@ def test_a_kink_of_the_inner_objective(name, lr, dtype):
         lambda lam: torch.full((3,), 0.3, dtype=dtype),
         check_derivatives=False,
     )
-    call = {"dynamics": bl.GradientDescent(lr), "steps": 2500, "method": bl.Implicit(bl.Direct())}
+    call = {"dynamics": bl.GradientDescent(lr), "steps": round(2.5 / lr), "method": bl.Implicit(bl.Direct())}
     if name in SMOOTH:
         bl.hypergradient(problem, LAM.to(dtype), TASK, **call)
     else:
