@@ -12,6 +12,7 @@ from bilevel.algorithms.single_loop import Move
 from bilevel.algorithms.step_sizes import neumann_terms
 from bilevel.engine.oracles import Triple
 from bilevel.testing.single_loop import FiniteSum, can_enumerate, check_single_loop, check_unbiased
+from tracing import traced
 
 LAM = {"x": torch.ones(2, dtype=torch.float64)}
 FIXED = {"inner_lr": 0.2, "outer_lr": 0.1}
@@ -355,8 +356,9 @@ def test_checkpoints_of_another_problem_are_refused(part, tmp_path):
     assert len(bl.solve(problem, *given, **{**call, "iterations": 6}).history["value"]) == 6
 
 
-@pytest.mark.slow
-def test_compiled_derivatives_give_the_same_run():
+def test_compiled_derivatives_give_the_same_run(monkeypatch):
+    """Traced, and not compiled by a C++ compiler: `test_compile.py` has that for functions of all kinds."""
+    monkeypatch.setattr("bilevel.engine.oracles.compile_function", traced)
     eager, fast = (run(bl.SOBA(**FIXED, compiled=compiled), iterations=10) for compiled in (False, True))
     assert torch.allclose(eager.outer["x"], fast.outer["x"], rtol=1e-10)
 

@@ -10,29 +10,28 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import bilevel as bl
 from bilevel import trees
-from bilevel.engine.kernels import Kernel, _broadcast_product, compile_function
+from bilevel.engine.kernels import _broadcast_product, compile_function
 from bilevel.hypergradients import value_of
 from bilevel.methods import compiled_blocks
 from bilevel.methods.spectral import compiled as compiled_spectral
 from bilevel.testing import central_differences, relative_error
 from bilevel.testing.problems import examples
+from tracing import traced
 
 METHODS = [bl.Spectral(), bl.Reverse()]
 
 
 @pytest.fixture
 def traced_only(monkeypatch):
-    """Trace and do not compile: all that matters for what is fixed when compiling, in a hundredth of the time."""
+    """Trace and do not compile."""
     calls = []
 
     def trace(function, inputs):
         calls.append(function)
-        traced = make_fx(function)(*(x.detach().clone() for x in inputs))
-        return Kernel(lambda args: traced(*args))
+        return traced(function, inputs)
 
     monkeypatch.setattr(compiled_spectral, "compile_function", trace)
     monkeypatch.setattr(compiled_blocks, "compile_function", trace)
