@@ -308,7 +308,7 @@ def test_every_preset_runs_on_its_data(tmp_path, monkeypatch, name):
     ways = settings.ways
     if settings.network == "rn":  # seconds for every ten images
         ways = 2
-        options += ["--ways", ways, "--queries", 1, "--shots", min(settings.shots, 2)]
+        options += ["--ways", ways, "--queries", 1, "--shots", min(settings.shots, 2), "--image-size", 42]
     if name != next(one for one, others in PRESETS.items() if others.network == settings.network):
         # That the derivatives of this network pass is seen with the first preset that has it.
         monkeypatch.setattr("bilevel.engine.checks._check_derivatives", lambda *arguments: None)
