@@ -292,6 +292,13 @@ def test_a_constant_column_is_no_obstacle():
         assert abs(model.coef_[4]) < 1e-6
 
 
+@pytest.mark.parametrize("estimator", [BilevelRidge, BilevelElasticNet, BilevelLasso])
+def test_only_constant_columns_predict_the_mean(estimator):
+    y = noisy(60, 5, 3)[1]
+    X = np.full((60, 3), 1.1)
+    np.testing.assert_allclose(estimator(cv=3).fit(X, y).predict(X), y.mean())
+
+
 def test_verbose_shows_a_bar(capsys):
     X, y, *_ = noisy(40, 5, 3)
     BilevelRidge(verbose=True, cv=3).fit(X, y)

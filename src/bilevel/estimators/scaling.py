@@ -37,7 +37,10 @@ def centred(X: Any, weight: Array, intercept: bool, names: list[str] | None = No
         variance = sum(share[at : at + 2_000] @ X[at : at + 2_000] ** 2 for at in range(0, len(X), 2_000))
     _refuse_extremes(X, weight, mean, variance, names)
     # A constant column has a variance of zero up to rounding.
-    return X, centre, np.where(variance > (1e-12 * mean) ** 2, variance, 0.0)
+    varies = variance > (1e-12 * mean) ** 2
+    if intercept and not sparse.issparse(X):
+        X[:, ~varies] = 0.0
+    return X, centre, np.where(varies, variance, 0.0)
 
 
 def _refuse_extremes(X: Any, weight: Array, mean: Array, variance: Array, names: list[str] | None) -> None:

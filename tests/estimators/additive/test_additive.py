@@ -7,6 +7,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from bilevel.errors import BilevelError, BilevelWarning
 from bilevel.estimators import BilevelAdditiveClassifier, BilevelAdditiveRegressor
+from bilevel.estimators.additive import base
 
 # A row of weight 2 is left out completely. Of two equal rows, only one is left out.
 DIFFERENT = {"check_sample_weight_equivalence_on_dense_data": "leave-one-out leaves out whole rows"}
@@ -59,6 +60,27 @@ def test_categories_in_another_coding_are_refused(fitted, given):
     model.predict(frame.assign(kind=np.nan)), model.predict(frame.assign(kind="new"))
 
 
+@pytest.mark.parametrize("fitted", [np.float64, np.float32])
+def test_categories_in_single_precision_are_those_in_double_precision(fitted):
+    kind = np.repeat([0.1, 0.7, 1e-9, 2.0], 15)
+    X = np.column_stack([kind, np.random.default_rng(0).normal(size=60)])
+    y = np.repeat([3.0, 0.0, -3.0, 1.0], 15) + X[:, 1]
+    model = BilevelAdditiveRegressor(categorical=[0]).fit(X.astype(fitted), y)
+    for given in (np.float64, np.float32):
+        np.testing.assert_allclose(model.predict(X.astype(given)), y, atol=0.1)
+    if fitted == np.float64:
+        # A neighbour in double precision is a new category, without effect.
+        assert np.abs(model.predict(np.nextafter(X, 9)) - y)[:15].min() > 1
+
+
+def test_numbers_of_a_categorical_column_are_categories():
+    kind = np.tile([1, 2, 3], 20)
+    frame = pd.DataFrame({"kind": pd.Categorical(kind), "x": np.random.default_rng(0).normal(size=60)})
+    model = BilevelAdditiveRegressor().fit(frame, (kind == 2) + frame["x"])
+    assert set(model.penalties_["kind"]) == {"category"}
+    np.testing.assert_allclose(model.predict(frame), model.predict(frame.assign(kind=kind)))
+
+
 def test_rows_of_weight_zero_are_as_if_they_were_not_there():
     X, y = curved(120)
     weight = np.where(np.arange(120) % 4 == 0, 0.0, 1.0)
@@ -67,15 +89,25 @@ def test_rows_of_weight_zero_are_as_if_they_were_not_there():
     np.testing.assert_allclose(one.predict(X), two.predict(X), rtol=1e-8)
 
 
-def test_more_columns_than_rows():
+@pytest.mark.parametrize("slopes", [200, 100])
+def test_more_columns_than_rows(slopes, monkeypatch):
+    monkeypatch.setattr(base, "MAX_OWN_SLOPES", slopes)
     rng = np.random.default_rng(0)
-    X = rng.normal(size=(60, 200))
-    y = X[:, :5] @ [2, -1, 1, 1, -2] + 0.1 * rng.normal(size=60)
-    model = BilevelAdditiveRegressor().fit(X, y)
-    assert model.predict(X).shape == (60,)
-    assert len({model.penalties_[f"x{j}"]["linear"] for j in range(200)}) == 1
-    label = np.digitize(y, [-2, 2])
-    assert BilevelAdditiveClassifier().fit(X, label).predict_proba(X).shape == (60, 3)
+    X = rng.normal(size=(360, 200))
+    y = X[:, :5] @ [2, -1, 1, 1, -2] + 0.1 * rng.normal(size=360)
+    model = BilevelAdditiveRegressor().fit(X[:60], y[:60])
+    assert len({model.penalties_[f"x{j}"]["linear"] for j in range(200)}) == (200 if slopes == 200 else 1)
+    # Five of 200 columns matter. One penalty for all of them explains almost nothing.
+    assert (model.score(X[60:], y[60:]) > 0.5) == (slopes == 200)
+    label = np.digitize(y[:60], [-2, 2])
+    assert BilevelAdditiveClassifier().fit(X[:60], label).predict_proba(X).shape == (360, 3)
+
+
+def test_the_inverse_hessian_of_few_rows_is_that_of_many():
+    rng = np.random.default_rng(0)
+    X, weight, alpha = rng.normal(size=(20, 50)), rng.uniform(0.5, 2, 20), rng.uniform(0.1, 9, 50)
+    inverse = np.linalg.inv(X.T @ (weight[:, None] * X) + np.diag(alpha))
+    np.testing.assert_allclose(base.inverse_hessian(X, weight, alpha), inverse, rtol=1e-9, atol=1e-12)
 
 
 def test_weights_of_classes_are_weights_of_their_rows():

@@ -54,6 +54,9 @@ def _from_series(column: Any) -> Array:
         raise ValueError("Complex data not supported")
     if kind in "iuf":
         return np.asarray(column.to_numpy(dtype=np.float64, na_value=np.nan))
+    if hasattr(column.dtype, "categories"):
+        # Also if they are numbers.
+        return as_categories(column)
     if kind in "mM":
         raise BilevelError(
             f"Column {column.name!r} holds dates. Pass numbers instead, such as the year or the days since a date."
@@ -97,7 +100,17 @@ def as_trained(column: Array, levels: Array | None, name: str) -> Array:
             f"{'numbers' if numbers else 'True and False'}, such as {min(present)!r}, which is none of them. Pass the "
             "column as it was in training."
         )
-    return column
+    return _in_single_precision(column, known) if numbers else column
+
+
+@np.errstate(over="ignore")  # a number beyond single precision is no rounded category
+def _in_single_precision(column: Array, known: set[str]) -> Array:
+    """Numbers as categories. If one of both tables held single precision, 0.10000000149 is the category 0.1."""
+    exact = {float(text): text for text in known if _is_number(text)}
+    rounded = {float(np.float32(number)): text for number, text in exact.items()}
+    new = set(column) - known - {None}
+    same = {text: rounded.get(float(text)) or exact.get(float(np.float32(text))) or text for text in new}
+    return np.array([same.get(text, text) for text in column], dtype=object)
 
 
 def _is_number(text: str) -> bool:

@@ -10,8 +10,10 @@ import numpy as np
 from bilevel.estimators.additive.terms import RANK, REACH, CategoryTerm, Kind, NumericTerm, PairTerm
 from bilevel.estimators.folds import Array
 
-# At most this number of columns have a curve. With more columns than `MAX_OWN_SLOPES`, all slopes share one penalty.
-MAX_CURVES, MAX_OWN_SLOPES = 40, 60
+# At most this number of columns have a curve.
+MAX_CURVES = 40
+# A table with more numeric columns than this is wide.
+WIDE = 60
 # Curves and pairs are added while an evaluation of the criterion takes fewer floating-point operations than this. A
 # log-loss needs several Newton steps.
 MAX_OPERATIONS, NEWTON_STEPS = 1.2e8, 4
@@ -35,16 +37,22 @@ class Design:
         weight: the weight of every row.
         relevance: a number per column. If not all columns can have a curve, those with the largest numbers do.
         max_features: the largest number of features, from `feature_limit`.
+        max_slopes: with more numeric columns than this, all slopes share one penalty.
     """
 
-    def __init__(self, columns: list[Array], weight: Array, relevance: Array, max_features: int) -> None:
+    def __init__(
+        self, columns: list[Array], weight: Array, relevance: Array, max_features: int, max_slopes: int
+    ) -> None:
         numeric = [j for j, column in enumerate(columns) if column.dtype == np.float64]
-        self.one_slope = len(numeric) > MAX_OWN_SLOPES
+        self.one_slope = len(numeric) > max_slopes
+        # The number of slopes with a penalty of their own.
+        self.own_slopes = 0 if self.one_slope else len(numeric)
         terms: dict[int, NumericTerm | CategoryTerm] = {
             j: CategoryTerm(column, weight) for j, column in enumerate(columns) if j not in numeric
         }
         # Slopes that share one penalty are reduced to at most as many features as rows (see `Reduction`).
-        used = min(len(numeric), len(weight)) + sum(part.size for term in terms.values() for part in term.parts)
+        used = self.own_slopes or min(len(numeric), len(weight))
+        used += sum(part.size for term in terms.values() for part in term.parts)
         curves = min(MAX_CURVES, max(0, max_features - used) // RANK)
         curved = set(sorted(numeric, key=lambda j: -relevance[j])[:curves])
         terms |= {j: NumericTerm(columns[j], weight, j in curved) for j in numeric}
