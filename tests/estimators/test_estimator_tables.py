@@ -11,14 +11,30 @@ from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
 from sklearn.model_selection import ShuffleSplit
 
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge, search, sums_of_table
-from bilevel.estimators.folds import split
+from bilevel.estimators.folds import _unique_rows, split
 from bilevel.estimators.hyperparameters import Tether, grouping
 from bilevel.estimators.rows_of_table import RowsOfTable
 from bilevel.estimators.search import PenaltySearch
 from bilevel.estimators.sums_of_table import SumsOfTable
+from bilevel.estimators.tensors import on_cpu
 from bilevel.methods.linear_models import NewtonLinear
 from bilevel.structures import LogLoss, SquaredError
 from bilevel.structures.penalties import GroupPenalties
+
+
+@pytest.mark.parametrize("width", [2, 9, 16, 64, 65])
+def test_unique_rows_are_those_of_numpy(width):
+    masks = np.repeat(np.random.default_rng(width).random((60, width)) < 0.5, 2, axis=0)
+    expected, place = np.unique(masks, axis=0, return_inverse=True)
+    found, ours = _unique_rows(masks)
+    assert found.dtype == bool and np.array_equal(found, expected) and np.array_equal(ours, place.reshape(-1))
+
+
+def test_tensors_are_made_on_the_cpu_and_calls_of_torch_are_not_slowed_down():
+    with on_cpu():
+        assert not torch.overrides._get_current_function_mode_stack()
+    with torch.device("meta"), on_cpu():
+        assert torch.ones(1).device.type == "cpu"
 
 
 def numbers(rows=40, features=8, outputs=1, seed=0):

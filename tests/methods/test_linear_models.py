@@ -208,6 +208,18 @@ def test_hessians_are_kept_from_one_hypergradient_to_the_next(monkeypatch):
     assert len(taken) == before
 
 
+@pytest.mark.parametrize("method", [bl.NewtonLinear, bl.RowSpan, bl.StaleNewton])
+def test_one_check_serves_all_tolerances(method):
+    problem, lam, task = rows_problem(LogLoss(), outputs=1)
+    starts = []
+    counted = bl.Problem(problem.inner, problem.outer, lambda lam: starts.append(1) or problem.init(lam))
+    counts = []
+    for tol in (1e-4, 1e-6):
+        bl.hypergradient(counted, lam, task, method=method(tol=tol), **STILL)
+        counts.append(len(starts))
+    assert counts[0] > 1 and counts[1] == counts[0] + 1, "the second tolerance was checked again"
+
+
 def test_what_is_known_of_other_data_is_not_used():
     problem, lam, task = rows_problem(LogLoss(), rows=60, outputs=1)
     other = bl.Task((1.3 * task.train[0], *task.train[1:]), (1.3 * task.val[0], *task.val[1:]))

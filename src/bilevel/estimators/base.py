@@ -30,7 +30,7 @@ from bilevel.estimators.hyperparameters import Grouping, grouping, is_shared
 from bilevel.estimators.scaling import centred, curvatures, divided, units
 from bilevel.estimators.search import DEFAULT_TETHER, TETHERS, PenaltySearch, SearchRecord, choose_tether
 from bilevel.estimators.tables import FoldedTable, HeldOutScores
-from bilevel.estimators.tensors import as_numpy
+from bilevel.estimators.tensors import as_numpy, on_cpu
 from bilevel.methods.linear_models import work_is_shared
 from bilevel.progress import bar, heartbeat
 from bilevel.thread_pool import threads
@@ -245,8 +245,7 @@ class BilevelEstimator(TunedEstimator):
             rows = np.asarray(rows)
         # Under torchrun, the processes share the work on folds and blocks of rows where it is large. Each of them gets
         # the same result. Arrays stay on the CPU, whatever torch's default device is.
-        on_cpu = torch.device("cpu")
-        with on_cpu, world() as everybody, work_is_shared(), threads(self.n_jobs), self._progress() as advance:
+        with on_cpu(), world() as everybody, work_is_shared(), threads(self.n_jobs), self._progress() as advance:
             everybody.same((X.shape, outputs.shape), "The processes called fit(…) with tables of different shapes.")
             return self._tune_and_fit(X, y, weight, outputs, rows, advance)
 
@@ -303,7 +302,7 @@ class BilevelEstimator(TunedEstimator):
     def _settle(self) -> None:
         """Compute the deferred results, and release the training data that they needed."""
         for name in list(self._waiting):
-            with torch.device("cpu"):
+            with on_cpu():
                 self._settled[name] = self._waiting[name]()
             del self._waiting[name]
 

@@ -115,8 +115,8 @@ def split(cv: Any, X: Any, y: Array, weight: Array, *, classes: bool, random_sta
             f"Fold {k} of cv trains on row {row} and is evaluated on it. The penalties would be tuned to overfit. Pass "
             "(train, val) indices without common rows."
         )
-    signatures, cell = np.unique(np.vstack([train_mask, val_mask]).T, axis=0, return_inverse=True)
-    folds = Folds(cell.reshape(-1), signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
+    signatures, cell = _unique_rows(np.vstack([train_mask, val_mask]).T)
+    folds = Folds(cell, signatures.T[: len(pairs)], signatures.T[len(pairs) :], weight)
     folds.refuse_empty()
     return folds
 
@@ -188,12 +188,26 @@ def _as_indices(rows: Any, count: int, fold: int) -> Array:
             f"Fold {fold} of cv is given by {rows.dtype} numbers of shape {list(rows.shape)} that are not positions of "
             f"the {count} rows. Pass integers from 0 to {count - 1}, or masks of {count} entries."
         )
-    if len(np.unique(rows % count)) < len(rows):
+    if (np.bincount(rows % count, minlength=count) > 1).any():
         raise BilevelError(
             f"Fold {fold} of cv has a row several times, and it would count once. Pass every row at most once; "
             "sample_weight in fit(…) lets rows count more."
         )
     return rows
+
+
+def _unique_rows(masks: Array) -> tuple[Array, Array]:
+    """The different rows, sorted, and for every row of `masks` its place among them."""
+    width = masks.shape[1]
+    if width > 64:
+        found, place = np.unique(masks, axis=0, return_inverse=True)
+        return found, place.reshape(-1)
+    # The bits of a row as one number with the same order. Sorting numbers is many times faster than sorting rows.
+    packed = np.zeros((len(masks), 8), np.uint8)
+    packed[:, : -(-width // 8)] = np.packbits(masks, axis=1)
+    numbers, place = np.unique(packed.view(">u8")[:, 0].astype(np.uint64), return_inverse=True)
+    bits = np.unpackbits(numbers.astype(">u8").view(np.uint8).reshape(-1, 8), axis=1)
+    return bits[:, :width].astype(bool), place.reshape(-1)
 
 
 def codes(labels: Any, name: str) -> Array:

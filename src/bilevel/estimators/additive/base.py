@@ -28,7 +28,7 @@ from bilevel.estimators.folds import Array, Folds, split
 from bilevel.estimators.scaling import centred
 from bilevel.estimators.search import SearchRecord
 from bilevel.estimators.tables import HeldOutScores
-from bilevel.estimators.tensors import as_numpy
+from bilevel.estimators.tensors import as_numpy, on_cpu
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.progress import heartbeat
 from bilevel.structures.linear_models import LinearModels
@@ -149,7 +149,7 @@ class BilevelAdditive(TunedEstimator):
             The scores of held-out rows. Empty if `scoring` is None.
         """
         self._check_settings()
-        with torch.device("cpu"), threads(self.n_jobs), heartbeat(quiet=self.verbose is False) as show:
+        with on_cpu(), threads(self.n_jobs), heartbeat(quiet=self.verbose is False) as show:
             return self._tune_and_fit(names, columns, outputs, weight, loss, folds, show)
 
     def _tune_and_fit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -105,6 +105,10 @@ class MinimiserMethod(Method):
                 "λ. Use NewtonLinear()."
             )
         self.check_dynamics(process)
+
+    def check_key(self) -> Hashable:
+        # The checks do not depend on the tolerance, which changes during a search.
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.name != "tol")
 
     def kind_of_data(self, process: Process) -> Hashable:
         """Functions that this package differentiates by hand are the same for all sizes of the data."""
