@@ -21,16 +21,19 @@ ALL = [BilevelRidge, BilevelElasticNet, BilevelLogisticRegression]
 ids = {"ids": lambda value: getattr(value, "__name__", str(value))}
 
 
-# The defaults, and the shared penalty. A few iterations are enough for these checks.
+# The defaults, and the shared penalty. Two iterations on two folds are enough for these checks.
+FEW = {"max_iter": 2, "cv": 2}
+
+
 @parametrize_with_checks(
     [
         BilevelRidge(),
         BilevelRidge("shared"),
-        BilevelElasticNet(max_iter=3, tether=1.0),
-        BilevelElasticNet("shared", max_iter=5, l1_ratio=[0.1, 0.9]),
-        BilevelLasso(max_iter=3, tether=1.0),
-        BilevelLogisticRegression(max_iter=3, tether=1.0, cv=3),
-        BilevelLogisticRegression("shared", max_iter=5, cv=3),
+        BilevelElasticNet(tether=1.0, **FEW),
+        BilevelElasticNet("shared", l1_ratio=[0.1, 0.9], **FEW),
+        BilevelLasso(tether=1.0, **FEW),
+        BilevelLogisticRegression(tether=1.0, **FEW),
+        BilevelLogisticRegression("shared", **FEW),
     ]
 )
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
