@@ -193,16 +193,17 @@ def _check_differentiable(process: Process, method: Method) -> None:
     """Refuse a method that differentiates the steps of a solver that runs to a tolerance."""
     dynamics = process.bound.dynamics
     if method.sees_dynamics and not dynamics.differentiable:
+        smooth = "a dynamics whose steps are differentiable: GradientDescent(lr), Until(LineSearch(), tol)"
+        implicit = "Implicit(), which differentiates the condition that its solution satisfies"
         if method.outer_derivatives:
             reason = f"differentiates the steps, but a step of {dynamics}"
-            result = " and cannot be differentiated"
+            result, advice = " and cannot be differentiated", f"{implicit}, or {smooth}"
         else:
             reason = f"compares values of f_T at λ that differ little, but a step of {dynamics}"
             result = ", so that the values differ by the errors that it leaves too"
+            advice = f"{smooth}. If the outer objective has a gradient, use {implicit}"
         raise BilevelError(
-            f"{type(method).__name__} {reason} is a whole solver that stops at a tolerance{result}. Use "
-            "Implicit(), which differentiates the condition that its solution satisfies, or a dynamics whose steps are "
-            "differentiable: GradientDescent(lr), Until(LineSearch(), tol)."
+            f"{type(method).__name__} {reason} is a whole solver that stops at a tolerance{result}. Use {advice}."
         )
 
 
