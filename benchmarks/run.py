@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from harness import contestants, report, section
+from harness.contestants import WorkerError
 from harness.environments import FOLDER
 from harness.pool import Pool
 from harness.results import Results
@@ -65,14 +67,20 @@ def main() -> None:
     # A quick run must not overwrite the figures of a full one.
     folder = options.out or (FOLDER / "quick" if options.quick else Path(__file__).parent / "results")
     results = Results(folder)
+    failures = {}
     if not options.show:
-        measure(results, [sections[name] for name in options.only or sections], options.quick, console)
+        failures = measure(results, [sections[name] for name in options.only or sections], options.quick, console)
     report.write(results, sections)
     report.show(results, sections, console)
     console.print(f"Written to {folder}: results.json, RESULTS.md and the pictures.")
+    for name, reason in failures.items():
+        console.print(f"\n{name} failed and keeps its earlier figures, if it has any. {reason}", markup=False)
+    sys.exit(bool(failures))
 
 
-def measure(results: Results, sections: list[Section], quick: bool, console: Console) -> None:
+def measure(results: Results, sections: list[Section], quick: bool, console: Console) -> dict[str, str]:
+    """Measure the sections one after the other. Returns those that failed, with the reasons."""
+    failures = {}
     pool = Pool(contestants.find(), quick)
     columns = (
         TextColumn("{task.fields[section]:>10}"),
@@ -89,11 +97,17 @@ def measure(results: Results, sections: list[Section], quick: bool, console: Con
                 def tick(what: str, amount: float, bar: TaskID = bar) -> None:
                     progress.update(bar, description=what, advance=amount)
 
-                results.put(chosen.name, chosen.measure(Bench(pool, quick, Path(cases), tick)), quick)
+                try:
+                    results.put(chosen.name, chosen.measure(Bench(pool, quick, Path(cases), tick)), quick)
+                except WorkerError as error:
+                    failures[chosen.name] = str(error)
+                    progress.update(bar, description="failed")
+                    continue
                 progress.update(bar, description="done", completed=1.0)
                 results.save()
     finally:
         pool.close()
+    return failures
 
 
 if __name__ == "__main__":

@@ -130,9 +130,11 @@ def main() -> None:
             training.step(iteration)
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - worked)
-        for iteration in range(iterations):
+        size = training.learner.group_size(EPISODES)
+        for iteration in range(1, iterations + 1):
             began = time.perf_counter()
-            training.train.batch(processes.share(range(iteration * EPISODES, (iteration + 1) * EPISODES)))
+            for group in processes.share(training.stream.groups(iteration, size)):
+                training.stream.draw(group)
             sampling.append(time.perf_counter() - began)
         if processes.writes:
             print(json.dumps({"seconds": seconds[WARM_UP:], "busy": busy[WARM_UP:], "sampling": sampling}))

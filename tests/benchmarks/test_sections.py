@@ -1,9 +1,12 @@
 """The benchmark's report: made from stored figures, section by section."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,7 +54,7 @@ def benchmark(tmp_path, monkeypatch):
 def forget_modules():
     """Forget the benchmark's modules, which another test may have imported from another folder."""
     for name in list(sys.modules):
-        if name.split(".")[0] in ("harness", "sections", "problems"):
+        if name.split(".")[0] in ("harness", "sections", "problems", "run"):
             del sys.modules[name]
 
 
@@ -107,3 +110,33 @@ def test_partial_runs_keep_the_other_sections(benchmark, tmp_path):
     stored = json.loads((tmp_path / "results.json").read_text())["sections"]
     assert stored["ridge"] == {"timings": [], "quick": False}
     assert stored["network"]["quick"] and stored["network"]["machine"]["torch"]
+
+
+def test_a_section_that_fails_is_named_and_the_others_are_measured(benchmark, tmp_path, monkeypatch):
+    (benchmark / "sections" / "new_one.py").write_text(SECTION)
+    broken = SECTION.replace("ORDER = 35", "ORDER = 34\nfrom harness.contestants import WorkerError")
+    broken = broken.replace('bench.tick("half", 0.5)', 'raise WorkerError("It has no figures.")')
+    (benchmark / "sections" / "broken.py").write_text(broken)
+    from rich.console import Console
+
+    import run
+    from harness import section
+    from harness.results import Results
+
+    monkeypatch.setattr(run, "Pool", lambda *_: SimpleNamespace(close=lambda: None))
+    sections, results = section.find(), Results(tmp_path)
+    chosen = [sections["broken"], sections["new_one"]]
+    assert run.measure(results, chosen, quick=True, console=Console(quiet=True)) == {"broken": "It has no figures."}
+    assert list(json.loads((tmp_path / "results.json").read_text())["sections"]) == ["new_one"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["ranks", "glyphs", "1"], ["pretraining", "c4l", "32", "1"]])
+def test_the_programs_that_time_trainings_run(words):
+    """Their times are not tested. They call the package, and a change of the package may break them."""
+    command = [sys.executable, "-m", f"sections.{words[0]}", *words[1:]]
+    environment = {**os.environ, "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    assert answer and all(second > 0 for seconds in answer.values() for second in seconds)
