@@ -167,50 +167,39 @@ def convolution_operations(conv: Any, height: int, width: int, *, first: bool) -
 
     They are the forward pass, the gradient of the filters and, except in the first layer, the gradient of the input.
     """
-    from bilevel.models._strided import row_overlaps
-
-    settings = conv.kernel_size[0], conv.stride[0], conv.padding[0]
-    rows, columns = (sum(overlap.count for overlap in row_overlaps(n, *settings)) for n in (height, width))
+    size, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
+    rows, columns = (seen(n, size, stride, padding) for n in (height, width))
     return (2 if first else 3) * 2.0 * rows * columns * conv.in_channels * conv.out_channels
 
 
+def seen(pixels: int, size: int, stride: int, padding: int) -> int:
+    """How many times a filter's row meets a row of the image, and not of the padding around it."""
+    begins = range(-padding, pixels + padding - size + 1, stride)
+    return sum(0 <= begin + row < pixels for begin in begins for row in range(size))
+
+
 def products_of(conv: Any, images: int, height: int, width: int, first: bool) -> Run:
-    """The products of one layer: as matrix products if the layer has a stride, and otherwise torch's convolutions."""
+    """The products of one layer: torch's convolutions, and matrix products for a first layer with a stride."""
     import torch
 
-    from bilevel.models import _strided
+    from bilevel.models._layers import outputs_of
 
     aten = torch.ops.aten
     weight = conv.weight
-    if conv.stride[0] == 1:
-        x = torch.rand(images, conv.in_channels, height, width).contiguous(memory_format=torch.channels_last)
-        settings = list(conv.stride), list(conv.padding), [1, 1], False, [0, 0], 1
-
-        def kernels() -> None:
-            y = torch.nn.functional.conv2d(x, weight, None, conv.stride, conv.padding)
-            aten.convolution_backward(y, x, weight, None, *settings, [not first, True, False])
-
-        return kernels
-    size, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
-    high, wide = (_strided.outputs_of(n, size, stride, padding) for n in (height, width))
-    if first:
+    if first and conv.stride[0] > 1:
+        size, stride, padding = conv.kernel_size[0], conv.stride[0], conv.padding[0]
+        high, wide = (outputs_of(n, size, stride, padding) for n in (height, width))
         patches, filters = torch.rand(size**2 + 1, high * images * wide), torch.rand(size**2 + 1, conv.out_channels)
         result = torch.empty(high * images * wide, conv.out_channels)
         return lambda: (torch.mm(patches.t(), filters, out=result), patches @ result)
-    x, y = torch.rand(height, images, width, conv.in_channels), torch.rand(high, images, wide, conv.out_channels)
-    w = weight.permute(2, 3, 1, 0).contiguous()
-    parts = _strided.products(tuple(x.shape), tuple(w.shape), stride, padding)
-    result, of_w, of_x = torch.zeros_like(y), torch.zeros_like(w), torch.zeros_like(x)
+    x = torch.rand(images, conv.in_channels, height, width).contiguous(memory_format=torch.channels_last)
+    settings = list(conv.stride), list(conv.padding), [1, 1], False, [0, 0], 1
 
-    def matrices() -> None:
-        for pixels, weights, place in parts:
-            place(result).addmm_(pixels(x), weights(w))
-        for pixels, weights, place in parts:
-            weights(of_w).addmm_(pixels(x).t(), place(y))
-        for pixels, weights, place in parts:
-            pixels(of_x).addmm_(place(y), weights(w).t())
+    def kernels() -> None:
+        y = torch.nn.functional.conv2d(x, weight, None, conv.stride, conv.padding)
+        aten.convolution_backward(y, x, weight, None, *settings, [not first, True, False])
 
-    return matrices
+    return kernels
 
 
 if __name__ == "__main__":

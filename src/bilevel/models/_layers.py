@@ -46,6 +46,21 @@ def pair(value: Any) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
+def outputs_of(size: int, filters: int, stride: int, padding: int) -> int:
+    """The number of rows (or columns) in the result of a convolution."""
+    return (size + 2 * padding - filters) // stride + 1
+
+
+def by_pixel(images: Tensor) -> Tensor:
+    """Images N×C×H×W as a contiguous tensor (image, pixel, channel); no copy if channels come last in memory."""
+    return images.permute(0, 2, 3, 1).contiguous().flatten(1, 2)
+
+
+def to_images(pixels: Tensor, height: int) -> Tensor:
+    """The inverse of `by_pixel`."""
+    return pixels.view(len(pixels), height, -1, pixels.shape[2]).permute(0, 3, 1, 2)
+
+
 def normalised_sets(x: Tensor, sizes: Sequence[int], scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Batch norm of consecutive sets of images, each by its own statistics."""
     parts = torch.split(x, list(sizes))

@@ -16,9 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bilevel.models._layers import Gradients, aten, is_plain, normalised_sets, pooling_window, suits, with_graph
+from bilevel.models._layers import (
+    Gradients,
+    aten,
+    is_plain,
+    normalised_sets,
+    outputs_of,
+    pooling_window,
+    suits,
+    with_graph,
+)
 from bilevel.models._sets import Sets
-from bilevel.models._strided import outputs_of
 from bilevel.models.batch_norm import BatchNorm, refuse_single_values
 
 # Bytes of the convolution's result that are computed at a time.
@@ -102,7 +110,7 @@ class _Pooled(torch.autograd.Function):
         delta = aten.threshold_backward(g, _affine(centred, factors, shift, sets), 0) if rectify else g
         # Only the maxima enter the loss directly, so sums over all values reduce to sums over the maxima. The other
         # values enter through the statistics.
-        sums, along = (sets.sums(x.permute(0, 2, 3, 1).flatten(1, 2)[None]) for x in (delta, delta * centred))
+        sums, along = (sets.sums(x.permute(0, 2, 3, 1).flatten(1, 2)) for x in (delta, delta * centred))
         delta = delta.permute(0, 2, 3, 1)
         counts = means.new_tensor(sets.sizes)[:, None] * raw[0][0, 0].numel()
         slopes = -factors * inverse.square() * along / counts

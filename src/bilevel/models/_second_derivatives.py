@@ -29,7 +29,7 @@ from bilevel.models.batch_norm import refuse_single_values
 
 # Patches of this size (of one network) stay in the processor's cache, and a product with them is then faster than
 # torch's convolution.
-PATCH_BYTES = 1024**2
+PATCH_BYTES = 256 * 1024
 Maybe = Tensor | None
 
 

@@ -88,7 +88,8 @@ def _through(stack: list[NormedConvolution], x: Tensor) -> Tensor:
     first, norm = stack[0]
     assert norm.sizes is not None
     sets = Sets(tuple(norm.sizes))
-    if not folds(first, x):
-        return _strided.stack(stack, _strided.to_rows(x, first.stride[0]), sets)
-    strides = [conv.stride[0] for conv, _ in stack[1:]]
-    return _strided.stack(stack[1:], folded(x, first, norm, sets, *strides[:1]), sets)
+    if folds(first, x):
+        x, stack = folded(x, first, norm, sets), stack[1:]
+    for conv, norm in stack:
+        x = _strided.layer(x, conv, norm, sets)
+    return x
