@@ -196,15 +196,21 @@ def test_a_warm_start_goes_on_from_an_earlier_solution():
         assert rest.history["value"][0] != whole.history["value"][2] and rest.outcome.kind == "finished"
 
 
-def test_what_cannot_be_looped_over_is_refused():
+def test_what_cannot_be_looped_over_is_refused(tmp_path):
     for settings in (
         {"iterations": -1},
         {"start": "hot"},
         {"patience": 0},
         {"tasks": 3},
+        {"tol": float("nan")},
+        {"tol": -1e-3},
+        {"tol": "1e-3"},
+        {"checkpoint": tmp_path, "checkpoint_every": 0},
+        {"checkpoint": tmp_path, "checkpoint_every": 2.5},
     ):
         with pytest.raises(bl.BilevelError):
             run(**settings)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from bilevel.errors import Outcome
+from bilevel.errors import BilevelError, Outcome
 
 # part(k, result) is called after k updates of λ, with the `result` that the driver reports. An outcome ends the loop.
 Part: TypeAlias = Callable[[int, Any], Outcome | None]
@@ -76,6 +76,8 @@ def every(count: int, part: Part) -> Part:
 
 def tolerance(tol: float) -> Part:
     """The part that ends the loop when the gradient norm has fallen to `tol`."""
+    if isinstance(tol, str) or not tol >= 0:
+        raise BilevelError(f"tol={tol!r} is not a tolerance: no gradient norm falls to it. Pass a number ≥ 0, or None.")
 
     def part(k: int, here: Any) -> Outcome | None:
         if not here.gradient_norm <= tol:

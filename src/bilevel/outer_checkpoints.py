@@ -48,6 +48,13 @@ class OuterCheckpoints:
     run: Mapping[str, Any]
     newest: int = field(default=-1, init=False)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise BilevelError(
+                f"checkpoint_every={self.every!r} is not a number of hyperiterations between two checkpoints; pass an "
+                "int ≥ 1, or leave checkpoint out to write none."
+            )
+
     def load(self, lam: Tree) -> tuple[int, Any] | None:
         """The hyperiteration and the state to resume from; None for a new run. A λ that cannot be saved is refused."""
         pack(lam)

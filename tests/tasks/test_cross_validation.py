@@ -164,3 +164,13 @@ def test_minibatches_of_data_of_different_lengths_are_refused(rows):
     x, y = data(20)[0], data(rows)[1]
     with pytest.raises(bl.BilevelError, match="one entry per example along its first axis"):
         bl.Minibatches((x, y), size=4)(1)
+
+
+def test_what_is_no_number_of_examples_or_folds_is_refused():
+    rows = torch.arange(9.0)
+    for size in (2.5, "2", 0, 10):
+        with pytest.raises(bl.BilevelError, match=r"Minibatches\(size=.*pass an int"):
+            bl.Minibatches(rows, size)(1)
+    for folds in (2.5, "3", 1, 10):
+        with pytest.raises(bl.BilevelError, match="pass an int, 2 ≤ folds ≤ 9"):
+            bl.CrossValidation((rows,), folds).tasks  # noqa: B018

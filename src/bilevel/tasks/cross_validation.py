@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 
@@ -42,10 +43,10 @@ class CrossValidation:
         """One task per fold."""
         count = number_of_examples(self.data)
         folds = count if self.folds is None else self.folds
-        if not 2 <= folds <= count:
+        if not (isinstance(folds, Integral) and 2 <= folds <= count):
             raise BilevelError(
-                f"{count} examples cannot be split into {folds} folds; pass 2 ≤ folds ≤ {count}, or None for "
-                "leave-one-out."
+                f"{count} examples cannot be split into {folds!r} folds; pass an int, 2 ≤ folds ≤ {count}, or "
+                "None for leave-one-out."
             )
         held_out = torch.tensor_split(shuffled(count, self.seed), folds)
         return [Task(take(self.data, _without(held_out, j)), take(self.data, rows)) for j, rows in enumerate(held_out)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -43,9 +44,10 @@ class Minibatches:
     def rows(self, t: int) -> torch.Tensor:
         """The numbers of the examples in the batch of step t."""
         count = number_of_examples(self.data)
-        if not 1 <= self.size <= count:
+        if not (isinstance(self.size, Integral) and 1 <= self.size <= count):
             raise BilevelError(
-                f"Minibatches(size={self.size}) cannot be drawn from {count} examples; pass 1 ≤ size ≤ {count}."
+                f"Minibatches(size={self.size!r}) cannot be drawn from {count} examples; pass an int, 1 ≤ size ≤ "
+                f"{count}."
             )
         first = (t - 1) * self.size
         epoch, offset = divmod(first, count)
