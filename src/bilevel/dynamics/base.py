@@ -47,9 +47,13 @@ class Dynamics(ABC):
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
-        # A subclass that overrides `step` must declare `leafwise` anew.
+        # A subclass that overrides `step` must declare anew what the steps are known to do.
         if "step" in vars(cls) and "leafwise" not in vars(cls):
             cls.leafwise = False
+        if "step" in vars(cls) or "init" in vars(cls):
+            for name in ("heavy_ball_form", "largest_step", "slope_decay", "stationary_step"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Dynamics, name))
 
     @property
     def kind(self) -> str:

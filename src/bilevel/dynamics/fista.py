@@ -18,6 +18,9 @@ class FISTA(ISTA):
     (Chambolle and Dossal, 2015, a = 3).
     """
 
+    largest_step = ISTA.largest_step
+    stationary_step = ISTA.stationary_step
+
     def init(self, w: Tree) -> Tree:
         return trees.map(lambda leaf: leaf.view_as(leaf), w)
 

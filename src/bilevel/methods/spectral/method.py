@@ -132,7 +132,8 @@ def _check_settings(process: Process) -> None:
                 f"Spectral needs one {name} for all weights, but it was given {trees.describe(value)}. Use Reverse() "
                 "for a value per weight."
             )
-    if not any(callable(getattr(dynamics, f.name)) for f in fields(dynamics)):
+    ours = type(dynamics).heavy_ball_form.__module__.startswith("bilevel.")
+    if ours and not any(callable(getattr(dynamics, f.name)) for f in fields(dynamics)):
         return
     if any(isinstance(value, Tensor) and value.requires_grad for value in form):
         raise BilevelError(
