@@ -18,7 +18,8 @@ from bilevel.dynamics import DynamicsLike
 from bilevel.engine.checks import check_arguments, check_process
 from bilevel.engine.kernels import ambient_state, form_of, key_orders
 from bilevel.engine.method import Hypergradient, Method, Part
-from bilevel.engine.process import Process, what_is
+from bilevel.engine.process import Process
+from bilevel.engine.user_functions import what_is
 from bilevel.errors import BilevelError
 from bilevel.hypergradients import Evaluator, Start, as_method, finished
 from bilevel.methods.auto import choose

@@ -19,7 +19,7 @@ from bilevel import trees
 from bilevel.distributed import World
 from bilevel.dynamics import as_function_of_lam
 from bilevel.engine.method import Hypergradient, Stats
-from bilevel.engine.process import call_user
+from bilevel.engine.user_functions import call_user
 from bilevel.errors import BilevelError, BilevelWarning, differences
 from bilevel.hypergradients import Evaluator, as_method
 from bilevel.training.checkpoints import Checkpoints

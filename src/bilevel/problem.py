@@ -27,6 +27,10 @@ class Task:
     train: Any
     val: Any
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        trees.register(cls, ["train", "val"])
+
     def batch(self, t: int) -> Tree:
         """The training data of step t."""
         return self.train(t) if callable(self.train) else self.train

@@ -1,5 +1,6 @@
 """What gives another number when it is asked again is refused, by every method."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -112,3 +113,67 @@ def test_a_random_setting_of_a_dynamics_that_is_a_function_of_lam():
         for method in (bl.Reverse(), bl.Implicit(), bl.ZeroOrder()):
             with pytest.raises(bl.BilevelError, match=r"Step 1 gave another result.*pure function"):
                 bl.hypergradient(fixed, LAM, TASK, dynamics=random, steps=3, method=method)
+
+
+def test_statistics_that_a_module_keeps():
+    """In train mode batch norm changes the averages that it uses in eval mode."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+    start, apply = bl.functional(network)
+    keeping = lambda w, x: torch.func.functional_call(network, w, (x,))  # noqa: E731
+
+    def problem(call):
+        def error(w, batch, train):
+            network.train(train)
+            return ((call(w, batch[0]).squeeze(1) - batch[1]) ** 2).mean()
+
+        return bl.Problem(
+            lambda w, lam, b: error(w, b, True) + lam.exp() * sum((x**2).sum() for x in w.values()),
+            lambda w, lam, b: error(w, b, False),
+            lambda lam: start,
+        )
+
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 5}
+    with pytest.raises(bl.BilevelError, match=r"outer objective gave another value.*functional"):
+        bl.hypergradient(problem(keeping), LAM, TASK, **settings)
+    pure = [bl.hypergradient(problem(apply), LAM, TASK, **settings).value for _ in range(2)]
+    assert pure[0] == pure[1]
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Reverse(group_bytes=0), bl.Unrolled(), bl.Forward()])
+def test_batches_that_share_one_buffer(method):
+    x, y = X.numpy(), Y.numpy()
+    places = [np.random.default_rng(t).integers(0, 12, 5) for t in range(9)]
+    buffer = np.zeros((5, 4)), np.zeros(5)
+
+    def overwritten(t):
+        np.take(x, places[t], axis=0, out=buffer[0])
+        np.take(y, places[t], axis=0, out=buffer[1])
+        return tuple(map(torch.from_numpy, buffer))
+
+    def fresh(t):
+        return torch.from_numpy(x[places[t]]), torch.from_numpy(y[places[t]])
+
+    settings = {"dynamics": bl.GradientDescent(0.1), "steps": 8, "method": method}
+    with pytest.raises(bl.BilevelError, match="into the same memory"):
+        bl.hypergradient(problem(lambda x: x), LAM, bl.Task(overwritten, TASK.val), **settings)
+    bl.hypergradient(problem(lambda x: x), LAM, bl.Task(fresh, TASK.val), **settings)
+
+
+@pytest.mark.parametrize("kind", ["step", "schedule"])
+def test_a_second_dynamics_for_data_that_require_grad(kind):
+    """The checks of the first one must not count for the second."""
+    live = bl.Task((X.clone().requires_grad_(), Y), TASK.val)
+    fixed = problem(lambda x: x)
+
+    def value(random):
+        factor = (lambda: float(torch.rand(()))) if random else (lambda: 1.0)
+        dynamics = {
+            "step": lambda loss, w, state, t: (w - 0.1 * factor() * bl.gradient(loss, w), state),
+            "schedule": bl.GradientDescent(lambda t: 0.1 * factor()),
+        }[kind]
+        return bl.objective(fixed, LAM, live, dynamics=dynamics, steps=3, method=bl.Unrolled())
+
+    value(random=False)
+    with pytest.raises(bl.BilevelError, match="gave another result"):
+        value(random=True)

@@ -78,6 +78,8 @@ class TestOtherThings:
     def test_tensors_without_plain_numbers(self):
         with refused("meta device"):
             ask(lam=torch.zeros(3, device="meta"))
+        with refused("sparse tensor", "sparse_coo_tensor"):
+            ask(lam=torch.eye(3).to_sparse())
         with refused("nested"):
             ask(lam=torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged))
         with refused("sparse"):

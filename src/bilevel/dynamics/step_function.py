@@ -35,6 +35,8 @@ class StepFunction(Dynamics):
         return self.start(w)
 
     def step(self, loss: Loss, w: Tree, state: Tree, t: int) -> tuple[Tree, Tree]:
+        # New containers, because the function may write the next state into the dict or list that it is given.
+        state = trees.map(lambda leaf: leaf, state)
         if torch.is_grad_enabled():
             return self.function(loss, _requiring_grad(w), state, t)
         with torch.enable_grad():

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.engine.method import Hypergradient
-from bilevel.engine.process import Process, what_is
+from bilevel.engine.process import Process
+from bilevel.engine.user_functions import what_is
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
 from bilevel.trees import Tree

@@ -21,11 +21,12 @@ from bilevel.engine.hidden_derivatives import check_part
 from bilevel.engine.limits import calls_loss
 from bilevel.engine.memory import kind_of
 from bilevel.engine.method import Method
-from bilevel.engine.process import Process, call_user, live_copy, what_is
-from bilevel.engine.purity import changing_nothing, check_purity
+from bilevel.engine.process import Process, live_copy
+from bilevel.engine.purity import check_purity
 from bilevel.engine.reach import FIRST, check_reach, needs_inner_gradient
 from bilevel.engine.recorded import counted, run_uncompiled
 from bilevel.engine.samplers import check_sampler, check_task
+from bilevel.engine.user_functions import call_user, changing_nothing, refuse_hidden_tensors, what_is
 from bilevel.errors import BilevelError, DivergenceError
 from bilevel.problem import Problem, Task
 from bilevel.tasks.shards import ShardedSampler, Shards
@@ -107,10 +108,12 @@ def check_lam(lam: Tree) -> None:
                 f"λ{trees.paths(lam)[index]} holds {leaf.dtype} and cannot be differentiated. Write .double() or "
                 ".float(), or move a discrete choice out of λ."
             )
-        if leaf.is_meta or leaf.is_nested:
+        if leaf.is_meta or leaf.is_nested or leaf.layout != torch.strided:
+            kind = "on the meta device" if leaf.is_meta else "a nested tensor" if leaf.is_nested else "a sparse tensor"
             raise BilevelError(
-                f"λ{trees.paths(lam)[index]} is {'on the meta device' if leaf.is_meta else 'a nested tensor'}. Pass "
-                "plain tensors with numbers in them; a dict or list of tensors takes the place of a nested one."
+                f"λ{trees.paths(lam)[index]} is {kind}. Pass plain tensors with numbers in them: a dict or list of "
+                "tensors in the place of a nested one; in that of a sparse one its values, from which the functions "
+                "make it by torch.sparse_coo_tensor(indices, lam, size)."
             )
         if not trees.all_finite(leaf):
             bad = int((~torch.isfinite(leaf)).sum())
@@ -209,7 +212,7 @@ def _check_differentiable(process: Process, method: Method) -> None:
 
 def _check_start(process: Process) -> Any:
     name = "init(lam)" if process.start is None else "the given start"
-    with torch.no_grad(), changing_nothing("init", {"λ": process.variables}):
+    with torch.no_grad(), changing_nothing("init", {"λ": process.bound.lam}):
         state = call_user("init", process.bound.start)
     leaves = trees.leaves(state[0])
     if not trees.size(state[0]):
@@ -235,7 +238,7 @@ def _check_objectives(process: Process, method: Method, state: Any) -> None:
         batch = bound.batch((process.times or FIRST)[0])
         calls.insert(0, ("inner(w, lam, batch)", lambda: bound.inner(w, bound.lam, batch), batch))
     for name, call, batch in calls:
-        arguments = {"w": points, "λ": process.variables, "the batch": batch}
+        arguments = {"w": points, "λ": bound.lam, "the batch": batch}
         with torch.enable_grad(), changing_nothing(name, arguments):
             value = call_user(
                 name,
@@ -325,7 +328,7 @@ def _check_step(process: Process, state: Any, recorded: bool) -> Any:
     t = process.times[0]
     bound = process.bound
     context = f"w is {trees.describe(state[0])}"
-    arguments = {"w": state[0], "its state": state[1], "λ": process.variables, "the batch": bound.task}
+    arguments = {"w": state[0], "its state": state[1], "λ": bound.lam, "the batch": bound.task}
     with torch.set_grad_enabled(recorded), changing_nothing("The dynamics", arguments):
         after, process.check_results.graph_bytes = counted(
             lambda: call_user("dynamics.step", lambda: bound.step(state, t), context=context),
@@ -334,6 +337,7 @@ def _check_step(process: Process, state: Any, recorded: bool) -> Any:
     run_uncompiled(process, after)
     if not (isinstance(after, tuple) and len(after) == 2):
         raise BilevelError(f"A dynamics' step must return the pair (w, state), but it returned {what_is(after)}.")
+    refuse_hidden_tensors((state[1], after[1]))
     if trees.flatten(after[0])[1] != trees.flatten(state[0])[1]:
         raise BilevelError(
             f"The dynamics changed the structure of w: it was {trees.describe(state[0])} and became "

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.nn import Module
 
+from bilevel.dynamics import Dynamics
 from bilevel.problem import Problem
 
 Value = TypeVar("Value")
@@ -107,6 +108,8 @@ def declared_code(function: Any) -> Hashable:
 
     A structure declares it with a method `code`, which returns None if it holds a function that the user wrote.
     """
+    if not type(function).__module__.startswith("bilevel."):  # TorchScript and modules may have a `code` of their own
+        return None
     declare = getattr(function, "code", None)
     return declare() if declare is not None else None
 
@@ -158,6 +161,11 @@ def _kind_in_closure(value: Any, depth: int) -> Any:
         return value
     if depth > 0 and isinstance(value, (list, tuple)) and len(value) <= DEPTH:
         return type(value), _kinds(value, depth)
+    if depth > 0 and is_dataclass(value):
+        # The settings of a dynamics may be functions, and there may be functions of λ around it: it is no level.
+        return type(value), _kinds(
+            [getattr(value, f.name, None) for f in fields(value)], depth + isinstance(value, Dynamics)
+        )
     return _kind_of_code(value, depth) if depth > 0 and callable(value) else type(value)
 
 

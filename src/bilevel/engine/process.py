@@ -5,7 +5,6 @@ A state is the pair (w, auxiliary variables), which the paper calls w throughout
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -20,6 +19,7 @@ from bilevel.engine.double_backward import differentiable_twice
 from bilevel.engine.graphs import reached
 from bilevel.engine.memory import CheckResults, Memory
 from bilevel.engine.products import jacobian_vector_products
+from bilevel.engine.user_functions import call_user, changing_nothing, what_is
 from bilevel.errors import BilevelError
 from bilevel.problem import Objective, Problem, Task
 from bilevel.trees import Tree
@@ -75,8 +75,11 @@ class Process:
         self.outer_count = len(lam_leaves)
         task, self.encoded = self.task, []
         if self.problem.encode is not None:
-            with torch.enable_grad():
-                task = call_user("encode", self.problem.encode, self.lam_spec.unflatten(lam_leaves), self.task)
+            lam = self.lam_spec.unflatten(lam_leaves)
+            # Later calls of a problem that has passed the checks are not asked again.
+            arguments = {} if self.live or self.memory.check_results else {"λ": lam, "the task": self.task}
+            with torch.enable_grad(), changing_nothing("encode(lam, task)", arguments):
+                task = call_user("encode", self.problem.encode, lam, self.task)
             if not isinstance(task, Task):
                 raise BilevelError(f"encode(lam, task) returned {what_is(task)}; it must return a bilevel.Task.")
         self._task_leaves, self.task_spec = trees.flatten(task)
@@ -147,7 +150,7 @@ class Process:
             parts = torch.autograd.grad(
                 tensors, self.variables[: self.outer_count], cotangents, allow_unused=True, retain_graph=True
             )
-            direct = [accumulate(g, part) for g, part in zip(direct, parts, strict=True)]
+            direct = [accumulate(g, part) for g, part in zip(direct, map(_dense, parts), strict=True)]
         return direct
 
     def push_forward(self, directions: list[Tensor | None]) -> list[Tensor | None]:
@@ -282,26 +285,6 @@ def _own_copy(leaf: Any) -> Tensor:
     return leaf.clone()
 
 
-def call_user(name: str, function: Callable[..., Any], *args: Any, context: str = "") -> Any:
-    """Call the user's function. An error of torch is raised again with the shapes of the arguments."""
-    try:
-        return function(*args)
-    except BilevelError:
-        raise
-    except (RuntimeError, TypeError, IndexError, KeyError, ValueError, AttributeError) as error:
-        detail = f" Here {context}." if context else ""
-        if isinstance(error, RuntimeError) and re.search("shape|size|dtype|device|same type|backend", str(error)):
-            detail += " Shapes, dtypes and devices must fit each other."
-        text = str(error).rstrip(".")
-        raise BilevelError(f"{name} failed at its first call: {type(error).__name__}: {text}.{detail}") from error
-
-
-def what_is(value: Any) -> str:
-    """A value in an error message."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '…'}"
-
-
 def live_copy(state: State) -> tuple[list[Any], State]:
     """The state detached from its graph, with tensors that require grad, and those tensors as a flat list."""
     leaves, spec = trees.flatten(state)
@@ -381,12 +364,16 @@ def _gradients(
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     inputs = [leaves[i] for i in places] + variables
     found = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=retain_graph, allow_unused=True)
-    # The gradient of an embedding may be sparse.
-    parts: Gradients = [part if part is None or part.layout == torch.strided else part.to_dense() for part in found]
+    parts: Gradients = [_dense(part) for part in found]
     alpha: Gradients = [None] * len(leaves)
     for i, part in zip(places, parts[: len(places)], strict=True):
         alpha[i] = part
     return alpha, parts[len(places) :]
+
+
+def _dense(part: Tensor | None) -> Tensor | None:
+    """The gradient of an embedding may be sparse."""
+    return part if part is None or part.layout == torch.strided else part.to_dense()
 
 
 def start_vjp(bound: Bound, alpha: list[Tensor | None], variables: list[Tensor]) -> Gradients:

@@ -3,8 +3,6 @@ methods that replay steps, and those that compare values of E, rely on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from bilevel import trees
 from bilevel.dynamics import Dynamics, gradient
 from bilevel.engine.process import Bound, Process, State
 from bilevel.errors import BilevelError
-from bilevel.trees import Tree
 
 
 def check_purity(process: Process, state: State, after: State) -> None:
@@ -30,12 +27,15 @@ def check_purity(process: Process, state: State, after: State) -> None:
         with torch.no_grad():
             refuse_impure(bound.start(), bound.start(), "init(λ) gave another start")
     with torch.enable_grad():  # an outer objective may take gradients itself
-        refuse_impure(bound.outer(after), bound.outer(after), "The outer objective gave another value")
+        value = bound.outer(after)
     # A dynamics that is a function of λ is made again: its settings may be random.
     other = bound if isinstance(process.source, Dynamics) else process.bind(process.variables)
     ends = [(process.times[0], state), (process.times[-1], after)] if process.steps else []
     for t, point in ends[: process.steps]:
         _check_step(process, other, point, t)
+    # After the steps, because they may change what E reads: the running averages of a batch norm.
+    with torch.enable_grad():
+        refuse_impure(value, bound.outer(after), "The outer objective gave another value")
 
 
 def _check_step(process: Process, other: Bound, state: State, t: int) -> None:
@@ -55,23 +55,8 @@ def refuse_impure(first: Any, again: Any, what: str) -> None:
                 f"{what} when it was computed again, so something in it is not a pure function of (w, λ, t, batch): "
                 "random numbers or dropout without a seed, or a sampler with hidden state. Draw a random start once, "
                 "outside of init. Make random masks and batches functions of t, for example with "
-                "torch.Generator().manual_seed(t), or call .eval() on the module."
-            )
-
-
-@contextmanager
-def changing_nothing(name: str, arguments: dict[str, Tree]) -> Iterator[None]:
-    """Refuse a function that changes one of its arguments in place: autograd does not see it, or sees it too late."""
-    tensors = [(part, leaf) for part, tree in arguments.items() for leaf in trees.tensors(tree)]
-    # Tensors that were made in inference mode have no version.
-    versions = [None if leaf.is_inference() else leaf._version for _, leaf in tensors]
-    yield
-    for (part, leaf), version in zip(tensors, versions, strict=True):
-        if version is not None and leaf._version != version:
-            raise BilevelError(
-                f"{name} changed {part} in place (a tensor of shape {list(leaf.shape)}). A function of a problem must "
-                "leave its arguments as they are, or hypergradients would be wrong. Compute a new tensor: w = w - lr * "
-                "g instead of w -= lr * g, x.clamp(…) instead of x.clamp_(…)."
+                "torch.Generator().manual_seed(t), or call .eval() on the module. A module in train mode may keep "
+                "statistics that another call reads; bilevel.functional(module) keeps none."
             )
 
 

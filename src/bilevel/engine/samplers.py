@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from bilevel import trees
 from bilevel.engine.graphs import reached
-from bilevel.engine.process import Process, call_user, what_is
+from bilevel.engine.process import Process
+from bilevel.engine.user_functions import call_user, what_is
 from bilevel.errors import BilevelError
 from bilevel.problem import Task
 from bilevel.trees import Tree
@@ -57,9 +58,18 @@ def check_sampler(process: Process) -> None:
     if id(sampler) in known and known[id(sampler)]() is sampler:
         return
     first, last = process.times[0], process.times[-1]
-    # Two and three calls after the first one, so that a sampler that alternates between two batches is refused too.
-    one, _, again, once_more = (call_user("task.train", task.batch, t) for t in (first, last, first, first))
+    one = call_user("task.train", task.batch, first)
     check_task(Task(one, task.val))
+    before = trees.map(_copied, one)
+    call_user("task.train", task.batch, last)
+    if not same(before, one):
+        raise BilevelError(
+            f"task.train writes every batch into the same memory: train({last}) changed the batch that train({first}) "
+            "had returned. Steps keep their batches for the derivative, which would be computed with the numbers of "
+            "later ones. Return new tensors: X[index] instead of np.take(X, index, out=buffer)."
+        )
+    # Two and three calls after the first one, so that a sampler that alternates between two batches is refused too.
+    again, once_more = (call_user("task.train", task.batch, first) for _ in range(2))
     if not (same(one, again) and same(one, once_more)):
         raise BilevelError(
             f"task.train is not a pure function of t: train({first}) gave two different batches. Hypergradients replay "
@@ -113,6 +123,12 @@ def refuse_one_batch(sampler: Any, steps: int) -> None:
             "be seen. Use its argument, as bilevel.Minibatches(data, size) does; or, if this batch is all the data, "
             "pass the batch itself as train."
         )
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def same(one: Tree, two: Tree) -> bool:
