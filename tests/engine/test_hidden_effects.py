@@ -1,11 +1,14 @@
 """Effects of λ that autograd does not see, random starts, and functions that change their arguments in place."""
 
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import bilevel as bl
+from bilevel.dynamics.penalties import Penalty
 from bilevel.dynamics.step_function import StepFunction
 
 LAM = torch.tensor([0.1, -0.2, 0.3])
@@ -159,10 +162,69 @@ HIDDEN_RATES = {
 def test_a_function_among_the_settings_that_reads_lam_as_a_number(name):
     lam = torch.tensor([-1.0, -2.0])
     refused(ridge_with_rate(), "derivatives of dynamics are not what autograd says", lam, dynamics=HIDDEN_RATES[name])
-    allowed = lambda lam: StepFunction(  # noqa: E731 - the detached gradient of first-order MAML
-        lambda loss, w, state, t: (w - lam[1].exp() * bl.gradient(loss, w).detach() - 0.1 * lam[0] * w, state)
+    allowed = lambda lam: StepFunction(  # noqa: E731
+        lambda loss, w, state, t: (w - lam[1].exp() * bl.gradient(loss, w) - 0.1 * lam[0] * w, state)
     )
     bl.hypergradient(ridge_with_rate(), lam, task(), dynamics=allowed, steps=5)
+
+
+class DetachedPenalty(Penalty):
+    def value(self, w, t=1):
+        return 0.1 * w.abs().sum()
+
+    def prox(self, w, step, t=1):
+        return torch.from_numpy(np.arctan(w.detach().numpy()))
+
+
+@dataclass(frozen=True)
+class DetachedDescent(bl.GradientDescent):
+    def step(self, loss, w, state, t):
+        return w - self.lr * bl.gradient(loss, w).detach(), state
+
+
+def forgotten_graph(loss, w, state, t):
+    (slope,) = torch.autograd.grad(loss(w), w)
+    return w - 0.1 * slope, state
+
+
+def clipped(loss, w, state, t):
+    slope = bl.gradient(loss, w)
+    return w - 0.1 * slope / slope.norm().detach().clamp(min=1), state
+
+
+def detached_velocity(loss, w, state, t):
+    velocity = 0.9 * state.detach() - 0.1 * bl.gradient(loss, w)
+    return w + velocity, velocity
+
+
+HIDDEN_STEPS = {
+    "no create_graph": forgotten_graph,
+    "a clipped gradient with a detached norm": clipped,
+    "a detached velocity": StepFunction(detached_velocity, torch.zeros_like),
+    "a class": DetachedDescent(0.1),
+    "a penalty": bl.ISTA(0.1, DetachedPenalty()),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_STEPS)
+@pytest.mark.parametrize("method", [bl.Unrolled(), bl.Forward(), bl.FiniteDifference(), "auto"], ids=str)
+def test_a_step_that_hides_its_derivative_in_w(name, method):
+    """λ reaches f_T on other paths too, so that no part of the gradient is simply missing."""
+    problem = bl.Problem(inner, lambda w, lam, b: error(w, b) + lam.sum(), lambda lam: lam.sin())
+    refused(problem, "derivatives of dynamics", method=method, dynamics=HIDDEN_STEPS[name])
+    first_order = replace(problem, check_derivatives=False)
+    bl.hypergradient(first_order, LAM, task(), dynamics=HIDDEN_STEPS[name], steps=5)
+
+
+def test_a_hidden_derivative_of_the_fixed_point():
+    problem, method = bl.Problem(inner, outer, zeros), bl.Implicit(condition="fixed-point")
+    step = lambda loss, w, state, t: (0.5 * w + 0.5 * (w - 0.1 * bl.gradient(loss, w)).detach(), state)  # noqa: E731
+    both = bl.Problem(inner, lambda w, lam, b: error(w, b) + lam.sum(), zeros)
+    for given in (problem, both):
+        with pytest.raises(bl.BilevelError):
+            bl.hypergradient(given, LAM, task(), dynamics=step, steps=300, method=method)
+    right = lambda loss, w, state, t: (w - 0.05 * bl.gradient(loss, w), state)  # noqa: E731
+    bl.hypergradient(problem, LAM, task(), dynamics=right, steps=300, method=method)
 
 
 def test_a_second_dynamics_of_the_same_code_is_checked_too():

@@ -105,3 +105,58 @@ def test_normalisations_that_are_written_out_are_those_of_torch():
         assert torch.allclose(found, call(), rtol=1e-10, atol=1e-12)
         mean.zero_(), var.fill_(1)
     assert len(WRITTEN_OUT) == 3
+
+
+def test_weight_norm_in_an_encoder():
+    """Its second derivative is wrong in torch, and an encoder is differentiated once except here."""
+    given, task = problem(lambda x: x)
+    scale = torch.linspace(0.5, 2, 5).double()[:, None]
+
+    def encode(lam, task):
+        layer = torch._weight_norm(lam, scale, 0)
+        return bl.Task(*((torch.tanh(x @ layer), y) for x, y in (task.train, task.val)))
+
+    ridge = lambda w, lam, data: given.outer(w, lam, data) + 0.1 * sum((part**2).sum() for part in w)  # noqa: E731
+    encoded = bl.Problem(ridge, given.outer, lambda lam: given.init(None), encode)
+    lam, direction = torch.linspace(-1, 1, 50).double().reshape(2, 5, 5).sin()
+
+    def slope(lam):
+        return bl.hypergradient(encoded, lam, task, **RUN).grad
+
+    live = lam.clone().requires_grad_()
+    (first,) = torch.autograd.grad(bl.objective(encoded, live, task, **RUN), live, create_graph=True)
+    (second,) = torch.autograd.grad((first * direction).sum(), live)
+    expected = (slope(lam + 1e-5 * direction) - slope(lam - 1e-5 * direction)) / 2e-5
+    torch.testing.assert_close(second, expected, rtol=1e-6, atol=1e-8)
+
+
+class CubeOnce(torch.autograd.Function):
+    """x³, whose derivative 3x² is a constant for torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0].detach() ** 2 * g
+
+
+@pytest.mark.parametrize("part", ["init", "encode", "dynamics"])
+def test_second_derivatives_that_are_hidden_outside_of_the_objectives(part):
+    given, task = problem(lambda x: x)
+    ridge = lambda w, lam, data: given.outer(w, lam, data) + lam.exp() * sum((part**2).sum() for part in w)  # noqa: E731
+
+    def of(cube):
+        init = (lambda lam: [cube(lam) * x for x in given.init(lam)]) if part == "init" else given.init
+        encode = (lambda lam, t: bl.Task((t.train[0] * cube(lam), t.train[1]), t.val)) if part == "encode" else None
+        rate = (lambda lam: bl.GradientDescent(-0.01 * cube(lam))) if part == "dynamics" else RUN["dynamics"]
+        lam = torch.tensor(-2.0, dtype=torch.float64, requires_grad=True)
+        f = bl.objective(bl.Problem(ridge, given.outer, init, encode), lam, task, dynamics=rate, steps=4)
+        (first,) = torch.autograd.grad(f, lam, create_graph=True)
+        return torch.autograd.grad(first, lam)[0]
+
+    assert torch.isfinite(of(lambda x: x**3))
+    with pytest.raises(bl.BilevelError, match=f"second derivatives of {part}"):
+        of(CubeOnce.apply)

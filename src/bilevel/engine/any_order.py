@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bilevel import trees
+from bilevel.dynamics import Dynamics
 from bilevel.engine.derivatives import Noise, Objectives, Tensors, compare_with_differences
-from bilevel.engine.double_backward import eagerly
+from bilevel.engine.double_backward import TwiceDifferentiable, eagerly
+from bilevel.engine.hidden_derivatives import check_part
 from bilevel.engine.memory import kind_of
 from bilevel.engine.process import Process
 
@@ -98,12 +100,14 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor | None]] = {
 @contextmanager
 def any_order() -> Iterator[None]:
     """The context in which functions of a problem are recorded, to be differentiated any number of times."""
-    with eagerly(), AnyOrder():
+    # `encode` too, which otherwise runs outside of `TwiceDifferentiable`, because it is differentiated once.
+    with eagerly(), TwiceDifferentiable(), AnyOrder():
         yield
 
 
 def check_higher_derivatives(process: Process) -> None:
-    """Refuse a problem whose third derivatives of L, or second ones of E, are not what autograd says.
+    """Refuse a problem whose third derivatives of L, or second ones of E, of init, of encode or of the dynamics as a
+    function of λ, are not what autograd says.
 
     They are compared with differences like the lower ones (`derivatives.py`), once for each kind of call.
     """
@@ -127,12 +131,16 @@ def _check(process: Process) -> None:
         compare_with_differences("inner", "third", products, objectives.loss, objectives, ends)
     slopes = _gradients(lambda tensors: objectives.value(tensors)[0])
     compare_with_differences("outer", "second", slopes, lambda tensors: objectives.value(tensors)[0], objectives, ends)
+    used = {"init": True, "encode": bool(process.encoded), "dynamics": not isinstance(process.source, Dynamics)}
+    for name in used:
+        if used[name]:
+            check_part(process, state, after, name, lambda part: _gradients(lambda tensors: _paired(part(tensors))))
 
 
-def _paired(slope: Tensors) -> Tensor:
-    """⟨p, ∇_w L⟩ with a fixed random p."""
+def _paired(outputs: Tensors) -> Tensor:
+    """The outputs times fixed random numbers."""
     noise = Noise(1)
-    return torch.stack([(x * noise(x)).sum() for x in slope]).sum()
+    return sum(((x * noise(x)).sum() for x in outputs), torch.zeros(()))
 
 
 def _gradients(scalar: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensors]:

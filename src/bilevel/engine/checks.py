@@ -17,7 +17,7 @@ from bilevel.engine.derivatives import check_derivatives
 from bilevel.engine.diagnosis import refuse_non_finite_data
 from bilevel.engine.double_backward import TwiceDifferentiable, differentiable_twice
 from bilevel.engine.graphs import reached
-from bilevel.engine.hidden_derivatives import check_part
+from bilevel.engine.hidden_derivatives import check_part, has_code_of_the_user
 from bilevel.engine.limits import calls_loss
 from bilevel.engine.memory import kind_of
 from bilevel.engine.method import Method
@@ -311,7 +311,12 @@ def _check_derivatives(process: Process, method: Method, state: Any, after: Any)
         parts["encode"] = None
     if method.sees_dynamics and process.start is None and process.previous is None:
         parts["init"] = None
-    if method.sees_dynamics and process.steps and not isinstance(process.source, Dynamics):
+    differentiated = method.sees_dynamics or "the fixed point" in method.sees(process)
+    if (
+        differentiated
+        and process.steps
+        and (not isinstance(process.source, Dynamics) or has_code_of_the_user(process.source))
+    ):
         parts["dynamics"] = kind_of(process.source)
     for name, kind in parts.items():
         if (name, kind, kinds) not in known:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from bilevel import trees
+from bilevel.dynamics import Dynamics
+from bilevel.dynamics.step_function import StepFunction
 from bilevel.engine.derivatives import (
     FAILURES,
     Disagreement,
@@ -28,8 +30,12 @@ from bilevel.engine.limits import trial_loss
 from bilevel.engine.process import Process, State
 from bilevel.errors import BilevelError
 
+Part = Callable[[Tensors], Tensors]
 
-def check_part(process: Process, state: State, after: State, name: str) -> None:
+
+def check_part(
+    process: Process, state: State, after: State, name: str, derived: Callable[[Part], Part] | None = None
+) -> None:
     """Refuse a problem whose init, encode, or function of λ for the dynamics hides a derivative.
 
     It costs one recorded call of that function, and two calls for each of up to four leaves of λ. A step size may be
@@ -39,18 +45,20 @@ def check_part(process: Process, state: State, after: State, name: str) -> None:
         process: what will be differentiated.
         state, after: its start, and the state after one step.
         name: "init", "encode" or "dynamics".
+        derived: from that function to the one whose derivatives are compared: its gradient, for second derivatives.
     """
     objectives = Objectives(process, state[0])
-    function = partial({"init": _start, "encode": _encoded, "dynamics": _settings}[name], objectives)
+    function: Part = partial({"init": _start, "encode": _encoded, "dynamics": _settings}[name], objectives)
     ends = trees.leaves(state[0]), trees.leaves(trees.detach(after[0]))
 
-    def compare(function: Callable[[Tensors], Tensors]) -> Disagreement | None:
-        return find_disagreement(objectives, function, lambda x: _sum(function(x)), ends)
+    def compare(function: Part) -> Disagreement | None:
+        compared = function if derived is None else derived(function)
+        return find_disagreement(objectives, compared, lambda x: _sum(function(x)), ends)
 
     try:
         disagreement = compare(function)
         if disagreement is not None and name == "dynamics":
-            used = _used_entries(objectives, ends)
+            used = _used_entries(objectives, ends, derived is not None)
             held = [None] * objectives.count + [x.detach() for x in process.variables]
 
             def of_the_others(tensors: Tensors) -> Tensors:
@@ -63,11 +71,13 @@ def check_part(process: Process, state: State, after: State, name: str) -> None:
         raise BilevelError(f"{name} cannot be differentiated. torch says: {str(error).rstrip('.')}.") from error
     if disagreement is not None:
         raise BilevelError(
-            f"The derivatives of {name} are not what autograd says: with respect to {disagreement.group}, along a "
-            f"random direction, the derivative is {disagreement.by_autograd:.6g} by autograd and "
-            f"{disagreement.found:.6g} by differences. Something in {name} hides it: float(…), .item(), .detach() or "
-            "torch.no_grad() around what depends on λ, or a custom autograd.Function with an incomplete backward. "
-            "Write it in differentiable operations. If you mean it, pass check_derivatives=False to Problem or tune."
+            f"The {'' if derived is None else 'second '}derivatives of {name} are not what autograd says: with respect "
+            f"to {disagreement.group}, along a random direction, the derivative is {disagreement.by_autograd:.6g} by "
+            f"autograd and {disagreement.found:.6g} by differences. Something in {name} hides it: float(…), .item(), "
+            ".detach() or torch.no_grad() around what depends on w or λ, torch.autograd.grad without "
+            "create_graph=True, or a custom autograd.Function with an incomplete backward. Write it in differentiable "
+            "operations; for ∇L in a step use bilevel.gradient(loss, w). If you mean it, pass check_derivatives=False "
+            "to Problem or tune."
         )
 
 
@@ -89,7 +99,8 @@ def _encoded(objectives: Objectives, tensors: Tensors) -> Tensors:
 def _settings(objectives: Objectives, tensors: Tensors) -> Tensors:
     """The numbers among the settings of the dynamics at λ, and where its first and last step lead from a fixed state.
 
-    The steps take the place of the functions among the settings. Their loss does not depend on λ.
+    The steps take the place of the functions among the settings. Their loss does not depend on λ. If the user wrote the
+    step, the state depends on w.
     """
     process, variables = objectives.process, tensors[objectives.count :]
     dynamics = process.bind(variables).dynamics
@@ -102,21 +113,46 @@ def _settings(objectives: Objectives, tensors: Tensors) -> Tensors:
             # Some settings have no effect on the first steps: a momentum on no velocity.
             for _ in range(2):
                 state = fixed.step(loss, *state, process.times[0])
+        if has_code_of_the_user(dynamics):
+            state = _moved(state, tensors[: objectives.count])
         after = [dynamics.step(loss, *state, t) for t in {process.times[0], process.times[-1]}]
     except (*FAILURES, AttributeError, KeyError):
         after = []  # the step needs another loss
     return _numbers(dynamics) + [leaf for leaf in trees.tensors(after) if trees.is_variable(leaf)]
 
 
+def _moved(state: State, by: Tensors) -> State:
+    """The state moved by tensors like w, so that every number in it depends on them."""
+    mean = torch.stack([x.mean() for x in by if x.numel()]).mean()
+    leaves, spec = trees.flatten(state[0])
+    auxiliary = trees.map(lambda x: x * (1 + mean) if trees.is_variable(x) else x, state[1])
+    return spec.unflatten(x + y for x, y in zip(leaves, by, strict=True)), auxiliary
+
+
+def has_code_of_the_user(dynamics: Any) -> bool:
+    """Whether a step runs code from outside of this package: a step function, a class, a penalty or a constraint.
+
+    Of functions of t and of torch's optimisers nothing is asked: they cannot hide a derivative in w.
+    """
+    if isinstance(dynamics, StepFunction):
+        return True
+    parts = [
+        x for x in vars(dynamics).values() if isinstance(x, Dynamics) or hasattr(x, "prox") or hasattr(x, "project")
+    ]
+    return not type(dynamics).__module__.startswith("bilevel.") or any(map(has_code_of_the_user, parts))
+
+
 def _sum(outputs: Tensors) -> Tensor:
     return torch.stack([out.sum() for out in outputs]).sum()
 
 
-def _used_entries(objectives: Objectives, ends: tuple[Tensors, Tensors]) -> list[Tensor]:
-    """Which entries of w and of the variables have a derivative in ∇_w L, E, the start or the settings."""
+def _used_entries(objectives: Objectives, ends: tuple[Tensors, Tensors], only_elsewhere: bool) -> list[Tensor]:
+    """Which entries of w and of the variables have a derivative in ∇_w L, E, the start or the settings; with
+    `only_elsewhere`, those that have none in the settings."""
     point = next(points(objectives.process, ends, None))
     live = [x.detach().requires_grad_() for x in point.tensors]
-    functions = objectives.slope, objectives.value, partial(_start, objectives), partial(_settings, objectives)
+    settings = partial(_settings, objectives)
+    functions: tuple[Part, ...] = objectives.slope, objectives.value, partial(_start, objectives), settings
     used = [torch.zeros_like(x, dtype=torch.bool) for x in live]
     for function in functions:
         with torch.enable_grad():
@@ -125,6 +161,8 @@ def _used_entries(objectives: Objectives, ends: tuple[Tensors, Tensors]) -> list
         if isinstance(total, Tensor) and total.requires_grad:
             grads = torch.autograd.grad(total, live, allow_unused=True, materialize_grads=True)
             used = [mask | (grad != 0) for mask, grad in zip(used, grads, strict=True)]
+            if only_elsewhere and function is settings:
+                used = [mask & (grad == 0) for mask, grad in zip(used, grads, strict=True)]
     return used
 
 

@@ -112,6 +112,9 @@ def _check_solver(dynamics: Dynamics) -> None:
 
 def _check_derivative(case: BatteryCase) -> None:
     """Recorded steps against central differences, and every kind of exact method against recorded steps."""
+    # The comparison at the first call would refuse it, and would not say on which example and by how much.
+    problem = dataclasses.replace(case.example.problem, check_derivatives=False)
+    case = dataclasses.replace(case, example=dataclasses.replace(case.example, problem=problem))
     args, settings = case.arguments(STEPS)
     try:
         grad = hypergradient(*args, method=Unrolled(), **settings).grad

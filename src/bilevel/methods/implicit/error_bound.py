@@ -38,10 +38,11 @@ def error_bound(process: Process, u: Tree, radius: float, mu: float, found: Tree
     """
     leaves, spec = trees.flatten(process.lam)
     lam = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    live = Process(
-        process.problem, spec.unflatten(lam), process.task, process.source, 0, u, allow_unused=True, live=True,
-        memory=process.memory,
-    )  # fmt: skip
+    with any_order():
+        live = Process(
+            process.problem, spec.unflatten(lam), process.task, process.source, 0, u, allow_unused=True, live=True,
+            memory=process.memory,
+        )  # fmt: skip
     points, shape = trees.flatten(u)
     points = [point.detach().clone().requires_grad_() for point in points]
     w = shape.unflatten(points)
