@@ -196,6 +196,23 @@ def test_the_error_of_a_list_of_tasks_is_not_that_of_its_first(method):
 
 
 class TestZeroOrder:
+    def test_a_leaf_that_matters_only_later(self):
+        """At the first call it has no effect within reach, and its gradient is zero; at the second it has."""
+        hinge = bl.Problem(
+            lambda w, lam, x: (w - lam["a"]).square().sum(),
+            lambda w, lam, x: w.square().sum() + torch.relu(lam["b"]).sum(),
+            lambda lam: torch.zeros(2),
+        )
+        slopes = []
+        for at in (-1.0, 1.0):
+            lam = {"a": torch.ones(2), "b": torch.full((2,), at), "c": torch.zeros(1)}
+            settings = {"dynamics": bl.GradientDescent(0.2), "steps": 5, "allow_unused": True}
+            found = bl.hypergradient(hinge, lam, bl.Task(None, None), method=bl.ZeroOrder(pairs=5), **settings)
+            slopes.append(found.grad["b"])
+            assert not found.grad["c"].any()
+        assert not slopes[0].any()
+        torch.testing.assert_close(slopes[1], torch.ones(2), rtol=1e-5, atol=0)
+
     def test_the_calls_of_the_battery(self):
         from bilevel.testing import battery_cases
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -62,28 +63,26 @@ class ZeroOrder(Method):
             raise BilevelError(f"ZeroOrder(sigma={self.sigma!r}) does not change λ; pass a number > 0, or None.")
 
     def prepare(self, process: Process) -> frozenset[int]:
-        """The leaves of λ that f_T does not depend on."""
-        lam, value = _LamVector(process), _value(process)
-        width, count = self._radius(lam) / lam.point.numel() ** 0.5, lam.point.numel()
-        unused, first = set[int](), 0
-        for index, (path, leaf) in enumerate(zip(trees.paths(process.lam), trees.leaves(process.lam), strict=True)):
-            direction = torch.zeros(count, dtype=torch.float64, device="cpu")
-            generator = torch.Generator().manual_seed(index)
-            direction[first : first + leaf.numel()] = torch.randn(
-                leaf.numel(), generator=generator, device="cpu"
-            ).double()
-            first += leaf.numel()
-            moves = (sign * factor * width for factor in (1, 10, 100) for sign in (1, -1))
-            if not leaf.numel() or any(float(lam.value(move * direction)) != value for move in moves):
-                continue
-            if not process.allow_unused:
-                raise BilevelError(
-                    f"f_T did not change when λ{path} moved by up to {100 * width:.2g} in a random direction: it "
-                    "reaches neither objective, or sigma is too small to show it. Remove it from λ, pass a larger "
-                    "ZeroOrder(sigma=…), or allow_unused=True to have its gradient be zero."
-                )
-            unused.add(index)
-        return frozenset(unused)
+        """The leaves of λ that f_T does not depend on here."""
+        lam, value, paths = _LamVector(process), _value(process), trees.paths(process.lam)
+        unused = frozenset(i for i in range(len(paths)) if not self._matter(lam, value, {i}))
+        if unused and not process.allow_unused:
+            raise BilevelError(
+                f"f_T did not change when λ{paths[min(unused)]} moved by up to {100 * self._width(lam):.2g} in a "
+                "random direction: it reaches neither objective, or sigma is too small to show it. Remove it from λ, "
+                "pass a larger ZeroOrder(sigma=…), or allow_unused=True to have its gradient be zero."
+            )
+        return unused
+
+    def _matter(self, lam: _LamVector, value: Tensor, leaves: Collection[int]) -> bool:
+        """Whether f_T changes when these leaves of λ move; True if they are empty."""
+        pieces = []
+        for index, leaf in enumerate(lam.leaves):
+            noise = torch.randn(leaf.numel(), generator=torch.Generator().manual_seed(index), device="cpu").double()
+            pieces.append(noise if index in leaves else torch.zeros_like(noise))
+        direction, width = torch.cat(pieces), self._width(lam)
+        moves = (sign * factor * width for factor in (1, 10, 100) for sign in (1, -1))
+        return not bool(direction.any()) or any(float(lam.value(move * direction)) != value for move in moves)
 
     def __call__(self, process: Process) -> Hypergradient:
         state = process.run()
@@ -108,6 +107,9 @@ class ZeroOrder(Method):
                 total += slope * direction
                 squares += slope**2
         unused = process.check_results.prepared or frozenset()
+        # Here f_T may depend on leaves that did not matter at the first call.
+        if unused and self._matter(lam, value, unused):
+            unused = frozenset(i for i in unused if not self._matter(lam, value, {i}))
         parts = trees.from_vector(count / (per_group * groups) * total, lam.leaves)
         gradients = [None if i in unused else g.to(x) for i, (g, x) in enumerate(zip(parts, lam.leaves, strict=True))]
         spread = (count / per_group - 1) * count * squares / (per_group * groups) / groups
@@ -121,6 +123,10 @@ class ZeroOrder(Method):
             peak_memory=(2 + per_group) * lam.point.numel() * 8,
             error=math.sqrt(spread) if per_group < count else None,
         )
+
+    def _width(self, lam: _LamVector) -> float:
+        """σ."""
+        return self._radius(lam) / lam.point.numel() ** 0.5
 
     def _radius(self, lam: _LamVector) -> float:
         """The length of a move of λ: σ √d."""
