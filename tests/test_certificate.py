@@ -316,3 +316,16 @@ def test_a_first_certificate_of_a_problem_with_weight_norm():
     call = {"dynamics": bl.GradientDescent(0.02), "steps": 60}
     first, second = (bl.certify(problem, torch.tensor(-1.0), bl.Task(None, None), **call) for _ in range(2))
     assert (first.mu, first.nu, first.value_gap) == (second.mu, second.nu, second.value_gap)
+
+
+def test_a_weight_decay_that_torch_adds_to_the_gradient():
+    """The limit of the run minimises L with the decay, and so does Implicit's: the certificate is about that point."""
+    problem, task, _ = ridge(3)
+    decayed = bl.Problem(lambda w, lam, b: problem.inner(w, lam, b) + (w**2).sum(), problem.outer, problem.init)
+    lam, steps = torch.zeros(12), 200
+    run = bl.TorchOptim(torch.optim.SGD, lr=0.005, weight_decay=2.0)
+    found = bl.certify(problem, lam, task, dynamics=run, steps=steps, method=bl.Implicit())
+    same = bl.certify(decayed, lam, task, dynamics=bl.GradientDescent(0.005), steps=steps, method=bl.Implicit())
+    for name in ("mu", "nu", "value", "gradient_norm", "inner_distance", "value_gap", "hypergradient_bound"):
+        assert getattr(found, name) == pytest.approx(getattr(same, name), rel=1e-6, abs=1e-9), name
+    assert found.value_gap < 1e-6 and found.hypergradient_error < 1e-6

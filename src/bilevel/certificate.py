@@ -16,6 +16,7 @@ from bilevel.engine.calls import continued, one_each
 from bilevel.engine.checks import check_arguments, check_process
 from bilevel.engine.curvature import contraction_rate, hessian
 from bilevel.engine.diagnosis import explain_divergence
+from bilevel.engine.limits import objective_at_rest
 from bilevel.engine.memory import memory_of
 from bilevel.engine.method import Method
 from bilevel.engine.process import Process
@@ -141,6 +142,7 @@ def certify(
     For a μ-strongly convex L every point u satisfies ‖u − w_λ‖ ≤ ‖∇L(u)‖/μ. The inequality is applied at the point u
     that Newton's method reaches from w_T, where ∇L is almost zero, so that ‖w_T − w_λ‖ ≤ ‖w_T − u‖ + ‖∇L(u)‖/μ is
     nearly the distance itself. The bound on f follows from |E(w_T) − E(u)| and the slope and curvature of E at u.
+    A weight decay that a `torch.optim` class adds to the gradient is added to L, as in `Implicit`.
 
     Args:
         problem, lam, task, dynamics, steps, start: as for `hypergradient`; for a list of tasks the worst case is
@@ -185,7 +187,7 @@ def _certify(process: Process, method: Method | None, mu: float | None, nu: floa
     if not trees.all_finite(state):
         explain_divergence(process)
     w, t = state[0], max(process.times.stop - 1, 1)
-    loss = bound.loss(t)
+    loss = objective_at_rest(bound, t)
     slope, operator = hessian(loss, w)
     spectrum = None if mu is not None and nu is not None else lanczos(operator, slope, products)
     if spectrum is not None:

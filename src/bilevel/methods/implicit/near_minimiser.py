@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bilevel import trees
 from bilevel.engine.curvature import hessian
+from bilevel.engine.limits import objective_at_rest
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError
 from bilevel.linear_solvers.base import Operator
@@ -152,7 +153,7 @@ def newton_from(
 
 def _by_newton(process: Process, w: Tree, t: int, mu: float) -> NearMinimiser:
     """Newton's method from w_T, until the minimiser is within 1e-7·‖w‖ or ∇L no longer gets smaller."""
-    loss = process.bound.loss(t)
+    loss = objective_at_rest(process.bound, t)
     points, spec = trees.flatten(w)
     slope, operator = hessian(loss, w)
     first = best = float(slope.norm())
