@@ -59,8 +59,12 @@ def test_a_setting_that_is_a_view_of_lam():
     lam = two_settings().detach()
     with refused("dynamics", r"λ", "closure"):
         ask(ridge(inner=penalised), lam, dynamics=bl.GradientDescent(lam[1]))
-    constant = torch.tensor(0.1)
-    ask(ridge(inner=penalised), lam, dynamics=bl.GradientDescent(constant))
+    with refused("dynamics", r"detach\(\)\.clone\(\)"):
+        ask(ridge(inner=penalised), lam, dynamics=bl.GradientDescent(lam[1].detach()))
+    # A neighbour of λ in memory is another number.
+    row = torch.cat([torch.tensor([0.1]), lam])
+    for constant in (torch.tensor(0.1), row[0]):
+        ask(ridge(inner=penalised), row[1:], dynamics=bl.GradientDescent(constant))
 
 
 @pytest.mark.parametrize("part", ["inner", "outer", "init"])

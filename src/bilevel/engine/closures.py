@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -48,16 +49,26 @@ def refuse_closures(
 
 
 def refuse_views_of_lam(process: Process) -> None:
-    """Refuse settings that share their storage with λ: the user meant λ."""
+    """Refuse settings that share their memory with λ: the user meant λ."""
     if not isinstance(process.source, Dynamics):
         return
-    names = {leaf.untyped_storage().data_ptr(): path for path, leaf in _named(process)}
     for setting in trees.tensors(list(vars(process.source).values())):
-        if setting.untyped_storage().data_ptr() in names:
-            _refuse_lam("dynamics", names[setting.untyped_storage().data_ptr()])
+        first, end = _memory(setting)
+        for path, leaf in _named(process):
+            begins, ends = _memory(leaf)
+            if first < ends and begins < end:
+                _refuse_lam("dynamics", path, ".detach().clone()")
 
 
-def _refuse_lam(name: str, path: str) -> None:
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The first address of a tensor's numbers and the one after the last."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return 0, 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
+def _refuse_lam(name: str, path: str, constant: str = ".detach()") -> None:
     example = {
         "dynamics": 'dynamics=lambda lam: GradientDescent(lam["lr"].exp())',
         "encode": "encode=lambda lam, task: …",
@@ -65,7 +76,7 @@ def _refuse_lam(name: str, path: str) -> None:
     }
     raise BilevelError(
         f"{name} reads λ{path} from a closure and not from its argument, so its gradient would be lost there. Write a "
-        f"function of λ that uses its argument: {example.get(name, f'{name}=lambda w, lam, batch: …')}; or .detach() "
+        f"function of λ that uses its argument: {example.get(name, f'{name}=lambda w, lam, batch: …')}; or {constant} "
         "what is to be a constant."
     )
 
