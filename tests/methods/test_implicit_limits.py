@@ -299,3 +299,23 @@ def test_a_kink_of_the_inner_objective(name, lr, dtype):
             bl.hypergradient(problem, LAM.to(dtype), TASK, **call)
         call["method"] = bl.Implicit(bl.Direct(), check_kinks=False)
         assert torch.isfinite(bl.hypergradient(problem, LAM.to(dtype), TASK, **call).value)
+
+
+@pytest.mark.parametrize("method", [bl.Implicit(), bl.F2SA()], ids=str)
+@pytest.mark.filterwarnings("ignore:CG stopped")
+def test_a_w_in_two_precisions(method):
+    """The slope is in double precision, and what is left of it at the minimiser is a rounding error of the other."""
+    x = torch.linspace(-1, 1, 6, dtype=torch.float64)
+
+    def inner(w, lam, data):
+        return sum(((part.double() - x) ** 2).sum() + (lam.exp() * part.double() ** 2).sum() for part in w.values())
+
+    problem = bl.Problem(
+        inner,
+        lambda w, lam, data: ((w["a"] + w["b"].double()) ** 3).sum(),
+        lambda lam: {"a": torch.zeros(6, dtype=torch.float64), "b": torch.zeros(6, dtype=torch.float32)},
+    )
+    lam, settings = torch.linspace(-1, 0, 6, dtype=torch.float64), {"dynamics": bl.HeavyBall(0.1, 0.5), "steps": 200}
+    right = bl.hypergradient(problem, lam, bl.Task(None, None), **settings).grad
+    found = bl.hypergradient(problem, lam, bl.Task(None, None), method=method, **settings).grad
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)

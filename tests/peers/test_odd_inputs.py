@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -276,6 +277,20 @@ def test_under_autocast_the_gradient_is_right_to_half_precision():
         for method in EXACT:
             found = bl.hypergradient(problem, LAM.float(), task, method=method, **RUN)
             close(found.grad.double(), EXPECTED.grad, 0.03, method)
+
+
+def test_forward_mode_under_autocast():
+    """Both products with the Jacobian are rounded to half precision, and differ by as much."""
+    x, y = draw(5, 8).float(), draw(5, 3).float()
+    error = lambda w, lam, data: ((lam @ w - y) ** 2).mean()  # noqa: E731
+    problem = bl.Problem(error, lambda w, lam, data: ((x @ w - y) ** 2).mean(), lambda lam: torch.zeros(8, 3).float())
+    settings = {"dynamics": bl.GradientDescent(0.5), "steps": 20}
+    for seed in range(3):
+        lam = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        expected = bl.hypergradient(problem, lam, NO_DATA, **settings).grad
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = bl.hypergradient(replace(problem), lam, NO_DATA, method=bl.Forward(), **settings).grad
+        close(found, expected, 0.05)
 
 
 def test_inference_mode_is_refused():

@@ -64,7 +64,9 @@ def refuse_other_limits(process: Process, w: Tree, slope: Tensor, method: str = 
     """Raise a `BilevelError` if the limit of w_T is not a point where the gradient, here `slope`, is zero."""
     bound, times = process.bound, process.times or range(1, 2)
     name, decay = type(bound.dynamics).__name__, bound.dynamics.slope_decay(times[-1])
-    size, slope_norm, epsilon = float(trees.norm(w)), float(slope.norm()), torch.finfo(slope.dtype).eps
+    # The slope is in the most accurate dtype of the leaves of w, and as accurate as the least accurate one.
+    epsilon = max(torch.finfo(leaf.dtype).eps for leaf in trees.leaves(w))
+    size, slope_norm = float(trees.norm(w)), float(slope.norm())
     advice = (
         'Write Implicit(condition="fixed-point"), which differentiates w = Φ(w, λ), or Reverse(); or write what '
         "else the step does to w as a term of the inner objective, a weight decay as an L2 penalty."

@@ -54,7 +54,8 @@ def are_transposed(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
         for side, noises in ((pushed, u), (pulled, v))
     ]
     size = sum(abs(term) for side in sides for term in side)
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in (*heads, *inputs))
+    lower = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    eps = max(torch.finfo(dtype).eps for dtype in (*(tensor.dtype for tensor in (*heads, *inputs)), *lower))
     return not abs(sum(sides[0]) - sum(sides[1])) > eps**0.5 * size
 
 
