@@ -1,10 +1,13 @@
 """Quadratics given by their matrices: what is refused, gradients in the matrices, minimisers that are not unique."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
 import bilevel as bl
-from bilevel.structures import GramOfRows, HeldOutSquares, LeastSquares
+from bilevel.methods.dual_descent import DualDescent
+from bilevel.structures import GramOfRows, HeldOutSquares, LeastSquares, LinearClassifiers
 
 STILL = {"dynamics": bl.GradientDescent(0.01), "steps": 1}
 LASSO = {"dynamics": bl.ISTA(0.01, bl.L1(0.3)), "steps": 1}
@@ -101,3 +104,52 @@ def test_a_lasso_with_equal_columns_warns_where_the_outer_objective_depends_on_t
     scores = problem(lambda w, lam, goal: ((w @ rows.T - goal) ** 2).sum())
     found = bl.hypergradient(scores, lam, bl.Task((gram, moments), torch.randn(1, 1, 6)), **settings)
     assert bool(torch.isfinite(found.grad).all())
+
+
+@dataclass(frozen=True)
+class Bent(LeastSquares):
+    def __call__(self, w, lam, batch):
+        return super().__call__(w, lam, batch) + (w**4).sum()
+
+
+@dataclass(frozen=True)
+class Further(LinearClassifiers):
+    def __call__(self, w, lam, batch):
+        return super().__call__(w, lam, batch) + (w**2).sum()
+
+
+@dataclass(frozen=True)
+class Bounded(HeldOutSquares):
+    def __call__(self, w, lam, batch):
+        return super().__call__(w, lam, batch) + (w**2).sum()
+
+
+def test_a_subclass_with_a_further_term_is_another_objective():
+    """Methods for the class would leave the term out."""
+    problem, task = quadratic()
+    bent = replace(problem, inner=Bent())
+    for method, settings in ((bl.NormalEquations(), STILL), (bl.ActiveSet(), LASSO)):
+        with pytest.raises(bl.BilevelError, match="is another function"):
+            bl.hypergradient(bent, torch.zeros(3), task, method=method, **settings)
+    features, labels = torch.randn(2, 4, 3), torch.arange(8).reshape(2, 4) % 3
+    heads = bl.Problem(
+        Further(),
+        lambda w, lam, b: (b[0] @ w).square().mean(),
+        lambda lam: torch.zeros(2, 3, 3),
+        lambda lam, t: bl.Task((t.train[0] * lam, t.train[1]), t.val),
+    )
+    given = bl.Task((features, labels), (features + 1, labels))
+    with pytest.raises(bl.BilevelError, match="is another function"):
+        bl.hypergradient(heads, torch.ones(3), given, dynamics=bl.GradientDescent(0.1), steps=3, method=DualDescent())
+
+
+def test_a_subclass_of_a_declared_outer_objective_is_differentiated_by_autograd():
+    problem, task = quadratic()
+    gram, moments = task.train
+    held = bl.Task(task.train, (gram, moments, torch.ones(()), None))
+    added = replace(problem, outer=Bounded(lambda lam, data: lam.sum()))
+    exact = {"dynamics": bl.GradientDescent(0.02), "steps": 4000, "method": bl.Implicit()}
+    right = bl.hypergradient(added, torch.zeros(3), held, **exact)
+    found = bl.hypergradient(added, torch.zeros(3), held, method=bl.NormalEquations(), **STILL)
+    torch.testing.assert_close(found.value, right.value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.grad, right.grad, rtol=1e-6, atol=1e-9)

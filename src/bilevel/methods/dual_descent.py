@@ -12,6 +12,7 @@ from bilevel.engine.graphs import reached
 from bilevel.engine.method import Hypergradient, Method, Part
 from bilevel.engine.process import Process, accumulate
 from bilevel.errors import BilevelError
+from bilevel.structures.data_checks import computes_as
 from bilevel.structures.linear_classifiers import LinearClassifiers
 
 
@@ -36,7 +37,7 @@ class DualDescent(Method):
 
     def check(self, process: Process) -> None:
         inner, dynamics, task = process.problem.inner, process.bound.dynamics, process.bound.task
-        if not isinstance(inner, LinearClassifiers):
+        if not computes_as(inner, LinearClassifiers):
             raise BilevelError(
                 "DualDescent is for problems whose `inner` is a bilevel.structures.LinearClassifiers; this one is "
                 "another function. Use Reverse(), or write inner=LinearClassifiers()."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ def remembered(function: Callable[[Tensor], Found], tensor: Tensor) -> Found:
         known[function] = key, found
     result: Found = found
     return result
+
+
+def computes_as(structure: Any, kind: type[Found]) -> TypeGuard[Found]:
+    """Whether an object is a `kind` and computes what that class does. A subclass may override a method, for a further
+    term, and a method of differentiation that is written for `kind` would leave it out."""
+    names = [name for name, value in vars(kind).items() if callable(value) and name[0] != "_"]
+    unchanged = (getattr(type(structure), name, None) is getattr(kind, name) for name in ("__call__", *names))
+    return isinstance(structure, kind) and all(unchanged)
 
 
 def refuse_asymmetric(matrices: Tensor, name: str) -> None:

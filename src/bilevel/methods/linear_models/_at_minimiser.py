@@ -14,6 +14,7 @@ from bilevel.engine.method import Hypergradient, Method, Part
 from bilevel.engine.process import Gradients, Process, accumulate
 from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._shared_work import Solver, fold_parts
+from bilevel.structures.data_checks import computes_as
 from bilevel.structures.least_squares import LeastSquares
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.outer_objectives import DeclaredOuter, HeldOut, LeaveOneOut, LeaveOneOutSlopes
@@ -92,7 +93,7 @@ class MinimiserMethod(Method):
     def check(self, process: Process) -> None:
         name, wanted, bound = type(self).__name__, self.structure, process.bound
         assert wanted is not None
-        if not isinstance(process.problem.inner, wanted):
+        if not computes_as(process.problem.inner, wanted):
             raise BilevelError(
                 f"{name} is for problems whose `inner` is a bilevel.structures.{wanted.__name__}; this one is another "
                 f"function. Use Implicit(), or write inner={wanted.__name__}(…)."
@@ -137,7 +138,7 @@ class MinimiserMethod(Method):
     def outer_slope(self, process: Process, w: Tensor) -> tuple[Tensor, Tensor, Gradients | None]:
         """E, ∇_w E and ∇_λ E at w. ∇_λ E is None for a declared outer objective; `from_adjoint` then adds it."""
         outer = process.problem.outer
-        if isinstance(outer, HeldOut) and not process.encoded:
+        if isinstance(outer, HeldOut) and type(outer).__call__ is HeldOut.__call__ and not process.encoded:
             return *outer.loss_and_slope(w, process.bound.task.val), None
         value, (slope,), direct, _ = process.outer_gradients((w, ()))
         return value, torch.zeros_like(w) if slope is None else slope, direct
@@ -240,7 +241,7 @@ class LinearModelMethod(MinimiserMethod):
 def declared_leave_one_out(process: Process) -> LeaveOneOut | None:
     """The outer objective if it is a `LeaveOneOut` with the penalties of the inner objective; otherwise None."""
     inner, outer = process.problem.inner, process.problem.outer
-    if not isinstance(outer, LeaveOneOut) or outer.penalty is not getattr(inner, "penalty", None) or process.encoded:
+    if not computes_as(outer, LeaveOneOut) or outer.penalty is not getattr(inner, "penalty", None) or process.encoded:
         return None
     return outer
 

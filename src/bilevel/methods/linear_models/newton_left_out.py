@@ -20,6 +20,7 @@ from bilevel.methods.linear_models.newton_linear import (
     minimise,
     solved,
 )
+from bilevel.structures.data_checks import computes_as
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import RowLoss
 from bilevel.structures.outer_objectives import LeftOutLoss, with_ones
@@ -45,7 +46,7 @@ class NewtonLeftOut(LinearModelMethod):
 
     def check(self, process: Process) -> None:
         super().check(process)
-        if not isinstance(process.problem.outer, LeftOutLoss) or process.encoded:
+        if not computes_as(process.problem.outer, LeftOutLoss) or process.encoded:
             raise BilevelError(
                 "NewtonLeftOut is for problems whose `outer` is a bilevel.structures.LeftOutLoss, without `encode`. "
                 "Use NewtonLinear() for other outer objectives."

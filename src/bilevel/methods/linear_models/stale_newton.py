@@ -26,6 +26,7 @@ from bilevel.errors import BilevelError
 from bilevel.methods.linear_models._at_minimiser import LinearModelMethod, Minimum, same_storage, start_of, storage_key
 from bilevel.methods.linear_models._shared_work import Parts, fold_parts, row_blocks, shared
 from bilevel.methods.linear_models.newton_linear import NewtonLinear, PenalisedRows, factorised, minimise, solved
+from bilevel.structures.data_checks import computes_as
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.outer_objectives import HeldOutLoss
 
@@ -365,7 +366,7 @@ def _cells(trains: Tensor) -> tuple[Tensor, Tensor]:
 def _held_out(process: Process) -> Tensor | None:
     """The held-out weights v / Σ v if E is a `HeldOutLoss` of the same models on the table of L; otherwise None."""
     outer, train, val = process.problem.outer, process.bound.task.train, process.bound.task.val
-    if not isinstance(outer, HeldOutLoss) or outer.model != process.problem.inner or process.encoded:
+    if not computes_as(outer, HeldOutLoss) or outer.model != process.problem.inner or process.encoded:
         return None
     if storage_key(train[0]) != storage_key(val[0]) or storage_key(train[1]) != storage_key(val[1]):
         return None
