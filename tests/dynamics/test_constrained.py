@@ -127,3 +127,33 @@ def test_refusals():
         bl.Projected(bl.GradientDescent(0.1), 3)
     with pytest.raises(bl.BilevelError, match="has no set"):
         bl.Projected(bl.GradientDescent(0.1), bl.Simplex)
+
+
+@pytest.mark.parametrize("momentum", [torch.tensor([0.1, 0.5, 0.8]), {"w": torch.tensor([0.1, 0.5, 0.8])}], ids=type)
+def test_a_momentum_for_every_weight_moves_the_limit_on_a_simplex(momentum):
+    """At rest the velocity is −lr/(1 − momentum)·∇L, and the projection weighs its entries against each other."""
+    bare = (lambda w: w) if isinstance(momentum, torch.Tensor) else (lambda w: w["w"])
+    start = torch.ones(3) / 3
+    problem = bl.Problem(
+        lambda w, lam, _: (torch.tensor([1.0, 2.0, 4.0]) * (bare(w) - lam) ** 2).sum(),
+        lambda w, lam, _: (torch.tensor([1.0, -2.0, 0.5]) * bare(w)).sum(),
+        lambda lam: start if isinstance(momentum, torch.Tensor) else {"w": start},
+    )
+    run = {"dynamics": bl.Projected(bl.HeavyBall(0.05, momentum), bl.Simplex()), "steps": 1000}
+    lam = torch.tensor([0.5, 0.6, 0.3])
+    right = bl.hypergradient(problem, lam, TASK, **run).grad
+    found = bl.hypergradient(problem, lam, TASK, method=bl.Implicit(), **run).grad
+    assert relative_error(found, right) < 1e-8
+
+
+@pytest.mark.parametrize("method", [bl.Reverse(), bl.Forward(), bl.Implicit()], ids=str)
+def test_a_learned_bound_that_is_not_active_at_the_start(method):
+    """The first steps stay inside of the ball, where its radius does not matter."""
+    problem = bl.Problem(
+        lambda w, lam, _: ((w - torch.tensor([3.0, 4.0])) ** 2).sum(),
+        lambda w, lam, _: w[0],
+        lambda lam: torch.zeros(2),
+    )
+    run = {"dynamics": lambda lam: bl.Projected(bl.GradientDescent(0.05), bl.Ball(lam)), "steps": 100}
+    found = bl.hypergradient(problem, torch.tensor(2.0), TASK, method=method, **run)
+    assert relative_error(found.grad, torch.tensor(0.6)) < 1e-8

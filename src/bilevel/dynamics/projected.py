@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from bilevel import trees
-from bilevel.dynamics.base import Dynamics, Loss, gradient_step
+from bilevel.dynamics.base import Dynamics, Loss, gradient_step, per_leaf
 from bilevel.dynamics.gradient_descent import GradientDescent
 from bilevel.dynamics.heavy_ball import HeavyBall
 from bilevel.errors import BilevelError
@@ -63,10 +63,12 @@ class Projected(Dynamics):
     def stationary_step(self, loss: Loss, w: Tree, t: int) -> Tree:
         lr, momentum = self.dynamics.heavy_ball_form(t) or (1.0, 0.0)
         # The fixed points do not depend on a single step size.
-        if isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1):
+        if _is_number(lr) and _is_number(momentum):
             return self.constraint.project(gradient_step(loss, w, trees.detach(lr)))
         # They depend on step sizes per weight. The velocity at rest is −lr/(1 − momentum)·∇L.
-        return self.constraint.project(gradient_step(loss, w, lr / (1 - momentum) if isinstance(lr, Tensor) else lr))
+        rates = zip(per_leaf(lr, w), per_leaf(momentum, w), strict=True)
+        at_rest = trees.flatten(w)[1].unflatten(rate / (1 - kept) for rate, kept in rates)
+        return self.constraint.project(gradient_step(loss, w, at_rest))
 
     def largest_step(self, nu: float, t: int) -> tuple[float, float] | None:
         return self.dynamics.largest_step(nu, t)
@@ -74,6 +76,10 @@ class Projected(Dynamics):
     @classmethod
     def examples(cls) -> list[Self]:
         return [cls(GradientDescent(0.3), _Between(-0.4, 0.3)), cls(HeavyBall(0.2, 0.5), _Between(-0.4, 0.3))]
+
+
+def _is_number(setting: Any) -> bool:
+    return isinstance(setting, (int, float)) or (isinstance(setting, Tensor) and setting.numel() == 1)
 
 
 @dataclass(frozen=True)

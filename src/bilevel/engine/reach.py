@@ -92,11 +92,14 @@ def _reach(process: Process, method: Method, state: Any) -> dict[Part, set[int]]
                 reach["the fixed point"] |= of(at_rest)
             else:
                 reach["the fixed point"] |= leaves_of_lam(reached_at_rest(bound, variables, state[0], t))
-            steps |= of(bound.step(state, t))
+            after = bound.step(state, t)
+            steps |= of(after)
             # A method that differentiates the steps sees the inner objective through them only: a step may detach it.
             reach["the inner objective"] = inner & steps if method.sees_dynamics else inner
             reach["the dynamics"] = steps - inner
-            # A setting with a value per step is reached by a later step; usually the first step is enough.
+            # A setting with a value per step is reached by a later step, and a bound when w comes to it; usually the
+            # first step is enough.
             if set().union(*reach.values()) >= all_leaves:
                 break
+            state = trees.detach(after)
     return reach
