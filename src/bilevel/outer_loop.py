@@ -94,7 +94,7 @@ def solve(
             same script again. That of another problem, λ, dynamics or method is refused. A task source must be a
             function of k, or an iterator that begins anew.
         checkpoint_every: hyperiterations between two checkpoints.
-        progress: show a progress bar; None shows one on a terminal.
+        progress: show a progress bar; None shows one on a terminal, and a line a minute elsewhere.
         allow_unused: as for `hypergradient`.
         raise_on_failure: raise the `DivergenceError` instead of returning it as the outcome.
 

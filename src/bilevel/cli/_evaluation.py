@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,7 @@ def evaluate(
     tried = range(first, last + 1) if learner.has_steps else range(1, 2)
     val, test = (stream(settings, data, split, seed) for split in ("val", "test"))
     known: KnownFeatures = {}
-    with bar("episodes", 2 * count) if sys.stderr.isatty() else nullcontext(lambda done: None) as report:
+    with bar("episodes", 2 * count, show=None) as report:
         final = choose_and_test(learner, val, test, count, tried, report, known)
     result = {
         "model": spec,

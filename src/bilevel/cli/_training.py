@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -60,7 +59,7 @@ def run(
         try:
             if world.writes:
                 _announce(folder, job, training.iteration)
-            ending = training.go(progress=sys.stderr.isatty(), deadline=deadline)
+            ending = training.go(progress=None, deadline=deadline)
         except KeyboardInterrupt:
             _warn(
                 f"Stopped at once. Continue from the last checkpoint with: bilevel train --resume --out {folder.path}"

@@ -123,7 +123,7 @@ class Source(ABC):
 
         Args:
             data_root: where the files are; by default the environment variable BILEVEL_DATA, else a user folder.
-            progress: whether to show a bar while decoding; by default, on a terminal.
+            progress: whether to show a bar while decoding; by default on a terminal, and a line a minute elsewhere.
         """
         root = places.data_root(data_root)
         settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.after}
@@ -178,7 +178,7 @@ def load(
     Args:
         name_or_path: a name that `find()` lists, or a folder.
         data_root: where the files are; by default the environment variable BILEVEL_DATA, else a user folder.
-        progress: whether to show a bar while decoding; by default, on a terminal.
+        progress: whether to show a bar while decoding; by default on a terminal, and a line a minute elsewhere.
         download: fetch missing files first, for data sets that have a downloader.
         settings: fields of the source, such as `seed` of the class split or `size` of a folder's images.
     """

@@ -26,7 +26,7 @@ def fetch(address: str, target: Path, verify: Callable[[Path], None], limit: int
         target: where the file goes; its folder is made.
         verify: raises a BilevelError when the file at the path it is given is not what was wanted.
         limit: the largest number of bytes that are accepted.
-        progress: whether to show a bar; by default, on a terminal.
+        progress: whether to show a bar; by default on a terminal, and a line a minute elsewhere.
     """
     if not address.startswith("https://"):
         raise BilevelError(f"{address} is not fetched: only https addresses are.")

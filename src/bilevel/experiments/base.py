@@ -122,7 +122,7 @@ def reproduce(
         quick: the small form, for a first look and for tests.
         out: the folder of all results.
         folder: the name of the folder inside `out`; the experiment's name by default.
-        progress: show a bar; None shows one on a terminal.
+        progress: show a bar; None shows one on a terminal, and a line a minute elsewhere.
     """
     module = load(name)
     settings, given = apply(settings_of(module), module.QUICK if quick else {}, overrides or {})

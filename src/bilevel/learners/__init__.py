@@ -72,7 +72,7 @@ def fit(
         data: the data set of the episodes: `bilevel.data.load("glyphs")`, or `load` with the path of a folder that has
             one folder of images per class.
         out: the folder of the run.
-        progress: whether to draw a progress bar; None: only on a terminal.
+        progress: whether to draw a progress bar; None: on a terminal, and a line a minute elsewhere.
         settings: fields of `bilevel.learners.settings.TrainingSettings` that are not options of the learner: ways,
             shots, meta_batch, iterations, lr, validate_every, seed, …
     """

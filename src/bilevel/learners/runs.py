@@ -128,7 +128,7 @@ def train_in(path: Path, job: FewShotTraining, command: str, title: str, progres
                 f"The run in {path} has {run.iteration} hyperiterations already, which is more than iterations="
                 f"{job.settings.iterations}. {advice}"
             )
-        ending = run.go(progress=sys.stderr.isatty() if progress is None else progress, title=title)
+        ending = run.go(progress, title)
     if ending.outcome.kind == "interrupted":
         raise KeyboardInterrupt(f"The training is saved in {path}. Run the same command to continue it.")
     if ending.outcome.kind == "diverged":

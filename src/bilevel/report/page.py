@@ -58,7 +58,7 @@ def write(
         episodes: meta-test episodes of each model; with 0 no data set is opened.
         data_root: where the data are; by default the environment variable BILEVEL_DATA, else a user folder.
         title: the page's heading.
-        progress: show a bar; None shows one on a terminal.
+        progress: show a bar; None shows one on a terminal, and a line a minute elsewhere.
 
     Warns:
         BilevelWarning: for every file that cannot be read; the page is written without it and says so too.

@@ -142,13 +142,13 @@ class Run:
                 f"{self.folder.path}. Choose a folder that all machines share with --out DIR."
             )
 
-    def go(self, progress: bool = False, title: str = "hyperiterations", deadline: float = math.inf) -> Ending:
+    def go(self, progress: bool | None = False, title: str = "hyperiterations", deadline: float = math.inf) -> Ending:
         """Run, save, and return how the run ended; `deadline` is when to stop, on the clock of `time.monotonic`."""
         try:
             with ExitStack() as stack:
                 stop = stack.enter_context(stop_requests(deadline))
                 self._complete_the_last_save()
-                self._assemble(stop, stack, title, progress and self.world.writes)
+                self._assemble(stop, stack, title, progress if self.world.writes else False)
                 try:
                     outcome = self.loop.run(lambda: drive(self.job, self.loop, stop))
                 except Interrupted:
@@ -165,7 +165,7 @@ class Run:
         best = self.validation.stopping
         return Ending(outcome, self.iteration, self.validation.seconds, best.best, best.best_iteration, code)
 
-    def _assemble(self, stop: StopRequest, stack: ExitStack, title: str, show: bool) -> None:
+    def _assemble(self, stop: StopRequest, stack: ExitStack, title: str, show: bool | None) -> None:
         """Give the loop its parts. Only one process writes files and shows progress."""
 
         def stopped(k: int, step: JobStep) -> Outcome | None:

@@ -112,7 +112,7 @@ def tune(
         callbacks: functions that are called with a `bilevel.outer_loop.Iteration` before every update. The tuning stops
             if one of them returns True.
         seed: the seed of all random numbers.
-        progress: whether to show a progress bar. None shows one on a terminal.
+        progress: whether to show a progress bar. None shows one on a terminal, and a line a minute elsewhere.
         check_derivatives: whether to refuse a model or a loss whose derivatives differ from autograd's, as `Problem`
             does. False is for straight-through estimators, for example of quantisation.
 
