@@ -51,7 +51,7 @@ def check_inner_side(
                 "SOBA(), need neither."
             )
         for task in listed(tasks):
-            check_draws("val", task.val)
+            check_draws("val", task.val, last=iterations)
             refuse_one_batch(task.train, steps)
         _refuse_one_task(tasks, iterations)
         return dynamics, steps, tasks

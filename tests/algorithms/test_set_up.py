@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import bilevel as bl
+from bilevel.testing.single_loop import FiniteSum
 
 FIXED = {"inner_lr": 0.2, "outer_lr": 0.1}
 
@@ -123,3 +124,52 @@ def test_step_sizes_are_chosen_in_half_precision():
     found = bl.solve(problem, start, task, algorithm=bl.SOBA(), iterations=20, progress=False)
     assert found.outcome.kind == "finished" and found.outer.dtype is torch.bfloat16
     assert found.history["value"][-1] < found.history["value"][0]
+
+
+@pytest.mark.parametrize("kind", [bl.SOBA, bl.SABA, bl.SRBA])
+def test_a_first_batch_without_curvature_does_not_decide_the_step_sizes(kind):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, generator=generator).double()
+    y = x.sum(1) + 0.1 * torch.randn(64, generator=generator).double()
+    x[:8] = 0
+    problem = bl.Problem(
+        lambda w, lam, d: lam.exp() * _error(w, lam, d) + (w**2).mean() * d[0].any(),
+        lambda w, lam, d: _error(w, lam, d) + 0.1 * lam**2,
+        lambda lam: torch.zeros(3).double(),
+    )
+    task = bl.Task(bl.FixedBatches((x, y), 8), bl.FixedBatches((x[8:], y[8:]), 8))
+    found = bl.solve(problem, torch.zeros(()).double(), task, algorithm=kind(), iterations=120, progress=False)
+    assert found.outcome.kind == "finished" and float(found.outer) == pytest.approx(0.594, abs=0.5)
+
+
+@pytest.mark.parametrize("kind", [bl.SOBA, bl.SABA, bl.SRBA])
+def test_an_example_that_is_steeper_than_all_others_bounds_the_default_step_sizes(kind):
+    """It is not in one of the first eight batches, and directions grew to 2653, 2452 and 40."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 4, generator=generator).double()
+    x[50] *= 30
+    y = x.sum(1) + torch.randn(200, generator=generator).double()
+    train, val = (x[:100], y[:100]), (x[100:], y[100:])
+    task = bl.Task(bl.FixedBatches(train, 5), bl.FixedBatches(val, 5, seed=1))
+    start = torch.full((4,), -3.0).double()
+    found = bl.solve(RIDGE, start, task, algorithm=kind(), iterations=200, progress=False, constraint=bl.Box(-14, 8))
+    assert found.outcome.kind == "finished" and found.history["gradient_norm"][-20:].max() < 20
+
+
+@pytest.mark.parametrize("inner, outer", [(1e4, 1.0), (1.0, 1e4), (1e-4, 1.0)])
+def test_default_step_sizes_of_bome_follow_the_scale_of_both_objectives(inner, outer):
+    data = FiniteSum.drawn(8, 0.1)
+    plain = data.problem
+    scaled = bl.Problem(
+        lambda w, lam, d: inner * plain.inner(w, lam, d), lambda w, lam, d: outer * plain.outer(w, lam, d), plain.init
+    )
+    task, start = bl.Task(data.train, data.val), {"x": torch.ones(2).double()}
+    found = bl.solve(scaled, start, task, algorithm=bl.BOME(), iterations=100, progress=False)
+    assert float((found.outer["x"] - data.solution).norm() / data.solution.norm()) < 0.05
+
+
+def test_a_given_step_size_of_a_lam_without_curvature_is_named():
+    linear = bl.Problem(lambda w, lam, x: ((w - lam) ** 2).sum(), lambda w, lam, x: w.sum(), torch.zeros_like)
+    nothing, algorithm = bl.Task(None, None), bl.SOBA(inner_lr=0.9, outer_lr=1e308)
+    with pytest.raises(bl.DivergenceError, match=r"outer_lr = 1e\+308 has no known bound, because f has no curvature"):
+        bl.solve(linear, torch.zeros(2).double(), nothing, algorithm=algorithm, iterations=99, raise_on_failure=True)

@@ -1,6 +1,8 @@
 """Stochastic single-loop algorithms: unbiased directions, variance reduction, step sizes, and refusals."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -54,6 +56,14 @@ def test_variance_reduction_reaches_1e_8_where_plain_sampling_stalls(reduced):
 def test_tolerance_ends_a_run_that_reduces_variance():
     found = run(bl.SABA(**FIXED), iterations=2000, tol=1e-6)
     assert found.outcome.kind == "converged" and len(found.history["value"]) < 1000
+
+
+@pytest.mark.parametrize("kind", [bl.SABA, bl.SRBA])
+def test_tolerance_ends_a_run_at_the_edge_of_a_constraint(kind):
+    data, box = FiniteSum.drawn(8, 0.1), bl.Box(-0.2, 0.2)
+    assert not torch.allclose(box.project(data.solution), data.solution)
+    found = run(kind(**FIXED), data, constraint=box, iterations=1000, tol=1e-6)
+    assert found.outcome.kind == "converged" and float(found.outer["x"].abs().max()) == pytest.approx(0.2)
 
 
 def test_soba_on_whole_batches_is_a_loop_written_by_hand():
@@ -292,6 +302,11 @@ def test_samplers_that_are_biased_or_impure_are_noticed():
     inner = {"dynamics": bl.GradientDescent(0.1), "steps": 3}
     refused(None, r"task\.val is a biased sampler", task=bl.Task(data.train, lambda k: data.val), **inner)
     refused(None, r"task\.train is a biased sampler", task=bl.Task(lambda t: data.train, data.val), **inner)
+    draws = SimpleNamespace(always=lambda self, t: data.train)
+    for sampler in (partial(lambda batch, t: batch, data.train), MethodType(draws.always, draws)):
+        refused(None, r"task\.train is a biased sampler", task=bl.Task(sampler, data.val), **inner)
+    five = [tuple(x + k for x in data.val) for k in range(5)]
+    assert len(run(None, data, bl.Task(data.train, lambda k: five[k - 1]), **inner).history["value"]) == 5
     whole = bl.Task(data.train, data.val)
     for source in (lambda k: whole, lambda k: [bl.Task(data.train, data.val)] * 2):
         refused(
@@ -307,6 +322,13 @@ def test_divergence_names_the_step_size_and_its_bound():
     data = FiniteSum.drawn(4, 0.1)
     found = run(bl.SOBA(inner_lr=3.0, outer_lr=0.1), data, iterations=2000)
     assert found.outcome.kind == "diverged" and bool(torch.isfinite(found.outer["x"]).all())
+
+
+def test_divergence_is_noticed_before_numbers_overflow():
+    for sizes, said in (((3.0, 0.1), "inner_lr = 3 lies above 2/ν = 1"), ((0.2, 30.0), "outer_lr = 30 lies above 0")):
+        found = run(bl.SOBA(inner_lr=sizes[0], outer_lr=sizes[1]), iterations=40)
+        assert found.outcome.kind == "diverged" and said in found.outcome and "have grown to" in found.outcome
+        assert found.history["gradient_norm"].max() < 1e10
 
 
 def test_settings_are_checked():

@@ -24,8 +24,9 @@ class BOME(SingleLoop):
         w −= ξ (∇_w E + m ∇_w q),   λ −= γ (∇_λ E + m ∇_λ q),   m = max(0, barrier − ⟨∇E, ∇q⟩ / ‖∇q‖²),
 
     the direction closest to ∇E that lowers q at the rate barrier·‖∇q‖². In the paper ξ = γ, and so it is here
-    with `outer_lr=γ`. With `outer_lr=None`, ξ is half of `inner_lr`, or less where E is steep in w, and both fall with
-    k; the products then count λ in units of √(γ/ξ), in which the algorithm is the paper's. Reference: "BOME! Bilevel
+    with `outer_lr=γ`. With `outer_lr=None`, L is counted in units u in which γ times its curvature in λ is ½. ξ is then
+    half of `inner_lr`·u, or less where E is steep in w, the barrier is divided by u, and both step sizes fall with k;
+    the products count λ in units of √(γ/ξ). In these units the algorithm is the paper's. Reference: "BOME! Bilevel
     optimization made easy: a simple first-order approach" (NeurIPS 2022).
 
     It approximates a stationary point of f. The error is of the order of ξ, plus the distance from z to the minimiser
@@ -62,12 +63,13 @@ class BOME(SingleLoop):
         if not 0 < self.barrier < float("inf"):
             raise BilevelError(f"BOME(barrier={self.barrier!r}) is not a rate at which q falls; pass a number > 0.")
 
-    def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
-        """ξ, or 0 if γ is given. ξ also moves w along ∇E, so the curvature of E limits it."""
+    def scales(self, probe: Probe, nu: float, rates: Rates) -> tuple[float, float]:
+        """ξ, or 0 if γ is given; and u. ξ also moves w along ∇E, so the curvature of E limits it."""
         if self.outer_lr is not None:
-            return 0.0
-        steepest = probe.outer_curvature()
-        return min(0.5 * inner_lr, 0.5 / steepest) if steepest > 0 else 0.5 * inner_lr
+            return 0.0, 1.0
+        steepest, unit = probe.outer_curvature(), 2 * rates.outer * probe.curvature_in_lam() or 1.0
+        half = 0.5 * rates.inner * unit
+        return min(half, 0.5 / steepest) if steepest > 0 else half, unit
 
     def step(self, at: Derivatives, point: Triple, memory: Memory, draw: Draws, rates: Rates) -> Move:
         batch, w, lam = draw.inner(), point.w, point.lam
@@ -81,7 +83,7 @@ class BOME(SingleLoop):
         unit = rates.outer / step
         length = float(gap_w.square().sum() + unit * gap_lam.square().sum())
         along = float((outer_w * gap_w).sum() + unit * (outer_lam * gap_lam).sum())
-        multiplier = max(0.0, self.barrier - along / length) if length > 0 else 0.0
+        multiplier = max(0.0, self.barrier / rates.unit - along / length) if length > 0 else 0.0
         direction = Triple(
             outer_w + multiplier * gap_w, torch.zeros_like(w), outer_lam.add(gap_lam, alpha=multiplier)
         )  # fmt: skip

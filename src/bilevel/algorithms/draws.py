@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,18 @@ class BatchSource:
         """All batches, or the first `most` draws. Entries that are NaN or infinite are refused."""
         if self.count is None:
             return [self.finite(t) for t in range(1, most + 1)]
-        found = [self[index] for index in range(min(self.count, most))]
-        for index, batch in enumerate(found):
-            refuse_non_finite_data(f"{self.name}, batch {index}", batch)
-        return found
+        return [self.numbered(index) for index in range(min(self.count, most))]
+
+    def numbered(self, index: int) -> Tree:
+        """Batch number `index` of a fixed set. Entries that are NaN or infinite are refused."""
+        refuse_non_finite_data(f"{self.name}, batch {index}", self[index])
+        return self[index]
+
+    def numbers_of_largest(self, measure: Callable[[Iterator[Tree]], list[float]], first: int, most: int) -> list[int]:
+        """The numbers of the `most` batches of a fixed set, after the first ones, for which a measure is largest."""
+        numbers = range(first, self.count or 0)
+        sizes = measure(self[index] for index in numbers)
+        return [index for _, index in sorted(zip(sizes, numbers, strict=True), reverse=True)[:most]]
 
     def finite(self, t: int) -> Tree:
         """The batch of draw t. Entries that are NaN or infinite are refused."""

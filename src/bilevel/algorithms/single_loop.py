@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from torch import Tensor
 from bilevel import trees
 from bilevel.algorithms.base import Algorithm, OuterProblem
 from bilevel.algorithms.draws import BatchSource, Draws
+from bilevel.algorithms.stability import GROWTH, Bounds
 from bilevel.algorithms.step_sizes import STEEPER, Probe, neumann_terms, step_size
 from bilevel.distributed import current_world
 from bilevel.engine.checks import check_process
 from bilevel.engine.method import Hypergradient, Stats
-from bilevel.engine.oracles import Derivatives, FirstDerivatives, Triple
+from bilevel.engine.oracles import Derivatives, FirstDerivatives, Triple, plain, restored
 from bilevel.engine.process import Process
 from bilevel.engine.samplers import check_draws
 from bilevel.errors import BilevelError, BilevelWarning, DivergenceError, Outcome
@@ -33,6 +34,8 @@ Memory = dict[str, Any]
 StepSize = float | Callable[[int], float] | None
 # The number of batches of each level from which step sizes are chosen.
 PROBED = 8
+# Of a fixed set, the largest curvature is taken from as many more: those that stretch a random vector most.
+STEEP = 2
 # Default step sizes fall like (1 + k/DELAY)^−exponent.
 DELAY = 100
 
@@ -49,12 +52,13 @@ class Move(NamedTuple):
 @dataclass(frozen=True)
 class Rates:
     """The step sizes of an iteration: `inner` for w and v, `outer` for λ; and the Neumann series: `terms`, and the η of
-    its factors I − η ∇²_w L, or what else an algorithm calls `eta`."""
+    its factors I − η ∇²_w L, or what else an algorithm calls `eta`; and the `unit` in which it counts L."""
 
     inner: float
     outer: float
     terms: int = 0
     eta: float = 0.0
+    unit: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,12 @@ class SingleLoop(Algorithm):
     No inner problem is solved: `solve` takes no `dynamics`, `steps` or `method` with such an algorithm. `train` and
     `val` of the task are samplers (`Minibatches`, `FixedBatches`, or any pure function of the draw t = 1, 2, …) or
     batches. A hyperiteration is one update of λ. The value in the history is E on the batch that was drawn.
-    `gradient_norm` is the norm of all three directions, which vanish together at a solution.
+    `gradient_norm` is the norm of all three directions, that of λ projected, which vanish together at a solution.
 
     Args:
         inner_lr: the step size of w and v: a number, a function of the iteration k = 0, 1, …, or None for 1/ν, with the
-            largest curvature ν of the inner objective on eight batches, falling with k where the algorithm needs that.
+            largest curvature ν of the inner objective on eight batches, and the steepest others of a fixed set, falling
+            with k where the algorithm needs that.
         outer_lr: the step size of λ, likewise; None estimates the largest stable one at the start, and takes half. If
             both are None, they are chosen again where λ has made the inner objective steeper, and a step of λ is no
             longer than the distance over which its curvature grows by half.
@@ -137,9 +142,9 @@ class SingleLoop(Algorithm):
         """The step size of λ that `outer_lr=None` begins with."""
         return probe.outer_step(inner_lr * self.inner_steps_taken)
 
-    def eta(self, probe: Probe, nu: float, inner_lr: float) -> float:
-        """The η of `Rates` at the start, for the largest curvature ν of L and the step size of w."""
-        return 1 / nu
+    def scales(self, probe: Probe, nu: float, rates: Rates) -> tuple[float, float]:
+        """The `eta` and `unit` of `Rates` at the start, for the largest curvature ν of L and the step sizes."""
+        return 1 / nu, 1.0
 
     def check_data(self, train: BatchSource, val: BatchSource) -> None:
         """Refuse data that the algorithm cannot use."""
@@ -176,6 +181,10 @@ class _SingleLoopRun:
     memory: Memory = field(default_factory=dict)
     # The chosen step sizes are used for λ whose components are at most `chosen["radius"]` away from here.
     centre: Tensor | None = None
+    # Directions that are longer than this are looked at.
+    alarm: float | None = None
+    # The numbers of more training batches from which the largest curvature is taken; None until they are searched for.
+    steep: list[int] | None = None
 
     @classmethod
     def of(cls, algorithm: SingleLoop, outer: OuterProblem) -> _SingleLoopRun:
@@ -211,15 +220,19 @@ class _SingleLoopRun:
         algorithm, probe = self.algorithm, self.probe(self.point)
         self.chosen = {"inner": 0.0, "outer": 0.0, "eta": 0.0, "terms": 0}
         if algorithm.inner_lr is None or algorithm.needs_curvature:
-            mu, nu = probe.curvatures()
+            if self.steep is None:
+                self.steep = self.train.numbers_of_largest(probe.images, PROBED, STEEP)
+                probe = self.probe(self.point)
+            mu, nu, steepest = probe.curvatures()
             terms = getattr(algorithm, "terms", 0)
-            self.chosen |= {"nu": nu, "inner": algorithm.share / nu}
+            self.chosen |= {"nu": nu, "inner": algorithm.share / nu, "steepest": steepest}
             self.chosen["terms"] = neumann_terms(mu, nu) if terms is None else terms
         else:
             probe.check_convexity()
-        self.chosen["eta"] = algorithm.eta(probe, self.chosen.get("nu", math.nan), self.rates(0).inner)
         if algorithm.outer_lr is None:
             self.chosen["outer"] = algorithm.outer_step(probe, self.rates(0).inner)
+        scales = algorithm.scales(probe, self.chosen.get("nu", math.nan), self.rates(0))
+        self.chosen["eta"], self.chosen["unit"] = scales
 
     def shortened(self, move: Move) -> Move:
         """The move, with a step of λ that does not leave the neighbourhood in which the step sizes are stable."""
@@ -239,7 +252,8 @@ class _SingleLoopRun:
         """Choose step sizes again if L is steeper here than where they were chosen, and find how far λ may move."""
         probe, before = self.probe(self.point), self.chosen
         nu = probe.steepness(self.point.lam)
-        steeper = nu / before.setdefault("steepness", nu)
+        # This batch may have no curvature where w has moved to.
+        steeper = nu / before.setdefault("steepness", nu or before["nu"])
         if steeper > STEEPER**0.5:
             try:
                 self.choose()
@@ -253,7 +267,9 @@ class _SingleLoopRun:
     def probe(self, at: Triple) -> Probe:
         # Compiling takes longer than these few products.
         plain, name = replace(self.at, compiled=False), type(self.algorithm).__name__
-        return Probe(name, plain, at, self.train.some(PROBED), self.val.some(PROBED))
+        train, val = self.train.some(PROBED), self.val.some(PROBED)
+        steep = [self.train.numbered(index) for index in self.steep or []]
+        return Probe(name, plain, at, train, val, steep, int(self.chosen.get("steepest", 0)))
 
     def rates(self, k: int | None = None) -> Rates:
         k = self.k if k is None else k
@@ -269,7 +285,7 @@ class _SingleLoopRun:
             else:
                 sizes.append(step_size(f"{name}_lr", given, k))
         eta = self.chosen["eta"] * (1 + k / DELAY) ** -self.algorithm.eta_exponent
-        return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), eta)
+        return Rates(sizes[0], sizes[1], int(self.chosen["terms"]), eta, self.chosen.get("unit", 1.0))
 
     def draw(self) -> Draws:
         return Draws(self.train, self.val, self.k, self.algorithm.draws(int(self.chosen["terms"])), self.algorithm.seed)
@@ -277,10 +293,15 @@ class _SingleLoopRun:
     def report(self, move: Move) -> None:
         """Report the iteration to the loop, which may end here."""
         direction, at = move.direction, self.at
-        parts = [direction.w, direction.v, direction.lam]
-        norm = math.hypot(*(float(torch.linalg.vector_norm(part)) for part in parts))
-        if not math.isfinite(norm):
-            self.explain()
+        norm = direction.norm()
+        if self.alarm is None:
+            self.alarm = GROWTH * norm
+        if not (math.isfinite(norm) and norm <= self.alarm):
+            self.refuse_divergence(norm)
+            self.alarm = GROWTH * norm
+        if self.outer.constraint is not None:
+            there = self.projected(self.point.lam - direction.lam)
+            norm = replace(direction, lam=self.point.lam - there).norm()
         stats = Stats(type(self.algorithm).__name__, steps=self.algorithm.inner_steps_taken)
         result = Hypergradient(move.value, at.lam.tree(direction.lam), at.w.tree(move.point.w), stats)
         assert self.outer.report is not None
@@ -292,59 +313,50 @@ class _SingleLoopRun:
             move = self.shortened(move)
         self.point, self.memory, self.k = move.point, move.memory, self.k + 1
         if self.outer.constraint is not None:
-            lam = self.at.lam.vector(self.outer.constraint.project(self.at.lam.tree(self.point.lam)))
-            self.point = replace(self.point, lam=lam)
+            self.point = replace(self.point, lam=self.projected(self.point.lam))
         if automatic and self.centre is not None:
             distance, radius = float((self.point.lam - self.centre).abs().max()), self.chosen["radius"]
             if radius < distance < math.inf:
                 self.recentre(4 * radius)
 
-    def explain(self) -> NoReturn:
-        """Raise the error that names the step size that is too large."""
-        self.draw().refuse_non_finite()
-        name, rates = type(self.algorithm).__name__, self.rates(0)
+    def projected(self, lam: Tensor) -> Tensor:
+        assert self.outer.constraint is not None
+        return self.at.lam.vector(self.outer.constraint.project(self.at.lam.tree(lam)))
+
+    def refuse_divergence(self, norm: float) -> None:
+        """Raise the error that names the step size that is too large, if directions of this norm show that one is."""
+        finite, first = math.isfinite(norm), self.rates(0) if not math.isfinite(norm) else self.rates()
+        if not finite:
+            self.draw().refuse_non_finite()
         start = Triple(self.at.w.vector(self.at.bound.start()[0]), self.point.v * 0, self.at.lam.vector(self.outer.lam))
         probe = self.probe(start)
         nu = self.chosen["nu"] if "nu" in self.chosen else probe.curvatures()[1]
-        limit = 2 / nu
-        where = f"{name} diverged in iteration {self.k}: a direction is not finite."
-        if rates.inner >= limit:
-            raise DivergenceError(
-                f"{where} inner_lr = {rates.inner:.3g} lies above 2/ν = {limit:.3g}, where ν = {nu:.3g} "
-                "is the largest curvature of the inner objective on a batch at the start. Pass a smaller inner_lr, or "
-                "leave it out."
-            )
-        limit = 2 * self.algorithm.outer_step(probe, rates.inner)
-        last, here = self.rates().inner, probe.steepness(self.point.lam)
-        if rates.outer <= limit and last >= 2 / here:
-            raise DivergenceError(
-                f"{where} inner_lr = {last:.3g} lies above 2/ν = {2 / here:.3g}, where ν = {here:.3g} is the largest "
-                f"curvature of the inner objective at the last λ; at the start it was {nu:.3g}. Pass a smaller "
-                "outer_lr, or a constraint that keeps λ from there; or leave both step sizes out, and they follow λ."
-            )
-        relation = "lies above" if rates.outer > limit else "does not lie above"
-        raise DivergenceError(
-            f"{where} outer_lr = {rates.outer:.3g} {relation} {limit:.3g}, the largest stable step of λ as estimated "
-            f"at the start; inner_lr = {rates.inner:.3g} lies below its limit 2/ν there. Pass a smaller outer_lr, a "
-            "constraint that keeps λ where the curvature is like that, or a smaller inner_lr."
-        )
+        bounds = Bounds.of(probe, nu, self.point.lam, lambda: self.algorithm.outer_step(probe, first.inner))
+        broken = bounds.broken(first.inner, first.outer, self.rates().inner)
+        if finite and broken is None:
+            return
+        what = f"directions have grown to {norm:.3g}." if finite else "a direction is not finite."
+        where = f"{type(self.algorithm).__name__} diverged in iteration {self.k}: {what}"
+        raise DivergenceError(f"{where} {broken or bounds.kept(first.outer)}")
 
     def state(self) -> Tree:
-        memory = {name: _plain(value) for name, value in self.memory.items()}
+        memory = {name: plain(value) for name, value in self.memory.items()}
         example = trees.clone(self.at.lam.tree(self.point.lam))
         return {
             "k": self.k,
-            "point": _plain(self.point),
+            "point": plain(self.point),
             "memory": memory,
             "chosen": dict(self.chosen),
             "centre": self.centre,
+            "alarm": self.alarm,
+            "steep": self.steep,
             "example": example,
         }
 
     def load(self, saved: Tree) -> None:
-        self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), _restored(saved["point"])
-        self.memory = {name: _restored(value) for name, value in saved["memory"].items()}
-        self.centre = saved["centre"]
+        self.k, self.chosen, self.point = saved["k"], dict(saved["chosen"]), restored(saved["point"])
+        self.memory = {name: restored(value) for name, value in saved["memory"].items()}
+        self.centre, self.alarm, self.steep = saved["centre"], saved.get("alarm"), saved.get("steep")
 
 
 def _warn_of_idle_processes(algorithm: SingleLoop, parts: int) -> None:
@@ -380,19 +392,3 @@ def _check(algorithm: SingleLoop, process: Process) -> None:
         like = type(method).__name__
         how = "differentiates implicitly" if algorithm.second_derivatives else "compares inner solutions"
         raise BilevelError(f"{name} {how}, and refuses what {like} refuses. {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    return (
-        {"w": value.w.clone(), "v": value.v.clone(), "lam": value.lam.clone()}
-        if isinstance(value, Triple)
-        else (value.clone() if isinstance(value, Tensor) else value)
-    )
-
-
-def _restored(value: Any) -> Any:
-    return (
-        Triple(**{name: part.clone() for name, part in value.items()})
-        if isinstance(value, dict)
-        else (value.clone() if isinstance(value, Tensor) else value)
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bilevel.engine.oracles import Derivatives, Triple
 from bilevel.errors import BilevelError
-from bilevel.linear_solvers.base import Operator, largest_eigenvalue
+from bilevel.linear_solvers.base import Operator, largest_eigenvalue, random_directions
 from bilevel.linear_solvers.cg import conjugate
 from bilevel.linear_solvers.lanczos import Spectrum, lanczos
 from bilevel.methods.implicit.near_minimiser import newton_from
@@ -38,13 +38,25 @@ class Probe:
     begin: Triple
     train: Sequence[Tree]
     val: Sequence[Tree]
+    # More training batches, from which only the largest curvature is taken.
+    steep: Sequence[Tree] = ()
+    # The number of the batch, of `train` and then `steep`, on which the steepness of L is compared at several λ.
+    steepest: int = 0
 
-    def curvatures(self) -> tuple[float, float]:
-        """μ of the mean of the batches, and the largest ν of a batch, at the start."""
+    def curvatures(self) -> tuple[float, float, int]:
+        """At the start, μ of the mean of the batches, the largest ν of a batch, and the number of that batch."""
         w, lam = self.begin.w, self.begin.lam
-        spectra = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in self.train]
-        nu = max(spectrum.largest for spectrum in spectra)
-        return max(self._of_mean(nu).attained, 0.0), nu
+        batches = [*self.train, *self.steep]
+        spectra = [lanczos(_operator(partial(self._product, w, lam, batch)), w, PRODUCTS) for batch in batches]
+        nu, steepest = max((spectrum.largest, number) for number, spectrum in enumerate(spectra))
+        return max(self._of_mean(nu).attained, 0.0), nu, steepest
+
+    def images(self, batches: Iterable[Tree]) -> list[float]:
+        """The length of the product of each batch's Hessian with one random vector: ∞ if it is not finite."""
+        w, lam = self.begin.w, self.begin.lam
+        vector = random_directions(1, w, seed=4)[0]
+        lengths = [float(self._product(w, lam, batch, vector).norm()) for batch in batches]
+        return [length if math.isfinite(length) else math.inf for length in lengths]
 
     def check_convexity(self) -> None:
         """Refuse a saddle. It looks at one batch, and at the mean of all of them only if that one has a saddle."""
@@ -78,9 +90,8 @@ class Probe:
         v = -self._solve(w, torch.stack(slopes).mean(0))
 
         def gain(u: Tensor) -> Tensor:
-            size = torch.finfo(u.dtype).eps ** (1 / 3) * (1 + float(lam.norm())) / max(float(u.norm()), 1e-30)
-            crossed = self._slope(w, lam + size * u) - self._slope(w, lam - size * u)
-            step = -self._solve(w, crossed)
+            size = self._width(u)
+            step = -2 * size * self._solve(w, self._crossed(w, u))
             one = self._directions(Triple(w + step / 2, v, lam + size * u))
             two = self._directions(Triple(w - step / 2, v, lam - size * u))
             pulled = -self._solve(w, one.v - two.v)
@@ -95,9 +106,18 @@ class Probe:
             )
         return FRACTION / largest
 
+    def curvature_in_lam(self) -> float:
+        """The largest curvature in λ of L(w, λ) − L(w_λ, λ) for a fixed w: that of C H⁻¹ Cᵀ at the inner minimiser."""
+        w, lam = self._near_minimiser(), self.begin.lam
+
+        def product(u: Tensor) -> Tensor:
+            return self._cross(w, lam, self._solve(w, self._crossed(w, u)))
+
+        return largest_eigenvalue(Operator(product), lam, POWER)
+
     def steepness(self, lam: Tensor) -> float:
-        """The largest curvature of L on the first batch, for another λ; ∞ if it cannot be computed there."""
-        w, batch = self.begin.w, self.train[0]
+        """The largest curvature of L on the steepest batch, for another λ; ∞ if it cannot be computed there."""
+        w, batch = self.begin.w, [*self.train, *self.steep][self.steepest]
         if not bool(torch.isfinite(self._product(w, lam, batch, torch.ones_like(w))).all()):
             return math.inf
         return lanczos(_operator(partial(self._product, w, lam, batch)), w, FEW).largest
@@ -122,6 +142,15 @@ class Probe:
             return (above - below) / (2 * size)
 
         return max(lanczos(_operator(partial(product, batch)), w, PRODUCTS).largest for batch in self.val)
+
+    def _width(self, u: Tensor) -> float:
+        """How far along u differences in λ reach."""
+        return torch.finfo(u.dtype).eps ** (1 / 3) * (1 + float(self.begin.lam.norm())) / max(float(u.norm()), 1e-30)
+
+    def _crossed(self, w: Tensor, u: Tensor) -> Tensor:
+        """Cᵀu, the derivative of ∇_w L along u in λ."""
+        lam, size = self.begin.lam, self._width(u)
+        return (self._slope(w, lam + size * u) - self._slope(w, lam - size * u)) / (2 * size)
 
     def _near_minimiser(self) -> Tensor:
         flat, lam = self.at.w, self.begin.lam

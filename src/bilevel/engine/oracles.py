@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,9 @@ class Triple:
     def __sub__(self, other: Triple) -> Triple:
         return Triple(self.w - other.w, self.v - other.v, self.lam - other.lam)
 
+    def norm(self) -> float:
+        return math.hypot(*(float(torch.linalg.vector_norm(x)) for x in (self.w, self.v, self.lam)))
+
     def moved(self, direction: Triple, inner: float, outer: float) -> Triple:
         """w and v after a step of size `inner` against a direction, and λ after one of size `outer`."""
         return Triple(
@@ -49,6 +53,24 @@ class Triple:
             torch.sub(self.v, direction.v, alpha=inner),
             torch.sub(self.lam, direction.lam, alpha=outer),
         )
+
+
+def plain(value: Any) -> Any:
+    """A `Triple` as a dict, for a checkpoint, and a tensor as a copy."""
+    return (
+        {"w": value.w.clone(), "v": value.v.clone(), "lam": value.lam.clone()}
+        if isinstance(value, Triple)
+        else (value.clone() if isinstance(value, Tensor) else value)
+    )
+
+
+def restored(value: Any) -> Any:
+    """The inverse of `plain`."""
+    return (
+        Triple(**{name: part.clone() for name, part in value.items()})
+        if isinstance(value, dict)
+        else (value.clone() if isinstance(value, Tensor) else value)
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from inspect import isfunction
+from functools import partial
+from inspect import isroutine
 from typing import Any
 
 import numpy as np
@@ -86,35 +87,36 @@ def check_sampler(process: Process) -> None:
         known[id(sampler)] = weakref.ref(sampler)
 
 
-def check_draws(name: str, sampler: Any, count: int | None = None) -> None:
+def check_draws(name: str, sampler: Any, count: int | None = None, last: int = 13) -> None:
     """Check that `task.train` or `task.val`, if it is a function, is a pure function of its argument, and uses it.
 
-    `count` is the number of different batches, where it is known.
+    `count` is the number of different batches, where it is known, and `last` the largest argument that will be used.
     """
     if not callable(sampler):
         refuse_loader(name, sampler)
         return
-    numbers = (1, 2, 3, 5, 8, 13)
+    numbers = [number for number in (1, 2, 3, 5, 8, 13) if number <= max(last, 1)]
     drawn = [call_user(f"task.{name}", sampler, number) for number in numbers]
     for batch in drawn[:1]:
         check_task(Task(batch, batch))
-    if not (same(drawn[0], sampler(1)) and same(drawn[1], sampler(2))):
+    if not all(same(batch, sampler(number)) for number, batch in zip(numbers[:2], drawn, strict=False)):
         raise BilevelError(
             f"task.{name} is not a pure function of its argument: {name}(1) gave two different batches. Draw the batch "
             "from the argument, for example with torch.Generator().manual_seed(k), or use bilevel.Minibatches(data, "
             "size). A run could not be resumed or repeated otherwise."
         )
-    if count != 1 and all(same(drawn[0], other) for other in drawn[1:]):
+    if count != 1 and len(numbers) > 2 and all(same(drawn[0], other) for other in drawn[1:]):
+        *most, final = map(str, numbers)
         raise BilevelError(
-            f"task.{name} is a biased sampler: it gave the same batch for the arguments 1, 2, 3, 5, 8 and 13, so the "
-            f"other data would never be seen. Use its argument, as bilevel.Minibatches(data, size) does; or, if this "
-            f"batch is all the data, pass the batch itself as {name}."
+            f"task.{name} is a biased sampler: it gave the same batch for the arguments {', '.join(most)} and {final}, "
+            "so the other data would never be seen. Use its argument, as bilevel.Minibatches(data, size) does; or, if "
+            f"this batch is all the data, pass the batch itself as {name}."
         )
 
 
 def refuse_one_batch(sampler: Any, steps: int) -> None:
-    """Refuse a function of t that gives the same batch for all of the first steps; objects are trusted."""
-    if not isfunction(sampler) or steps < 3:
+    """Refuse a function or a method that gives the same batch for all of the first steps; objects are trusted."""
+    if not (isroutine(sampler) or isinstance(sampler, partial)) or steps < 3:
         return
     first, *others = (call_user("task.train", sampler, t) for t in (1, 2, 3))
     if all(same(first, other) for other in others):
