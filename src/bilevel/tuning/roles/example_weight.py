@@ -35,7 +35,8 @@ class ExampleWeight(Hyperparameter):
     examples have similar weights, and new examples have weights too: `result.weights(inputs, targets)`. With
     `of=("inputs", "targets")` the scorer rates the example (DataRater), with `of="loss"` it turns the current loss into
     a weight (Meta-Weight-Net). With the loss, the training loss of an example is the integral of v from 0 to ℓᵢ, a
-    learned robust loss. Its gradient is v(ℓᵢ)·∇ℓᵢ, as if the weight were a constant.
+    learned robust loss. Its gradient is v(ℓᵢ)·∇ℓᵢ, as if the weight were a constant. A rule of eight nodes computes the
+    integral: to rounding for smooth scorers, to about 0.1 % for ReLUs, and less accurately where v is steep.
 
     Args:
         scorer: a module that is called with the parts `of` a batch, and returns one number per example: the logit of
