@@ -1,5 +1,7 @@
 """Proximal maps minimise what they are defined to minimise."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -93,3 +95,29 @@ def test_the_slope_in_a_strength_of_zero_is_that_from_above():
     strength, x = torch.zeros((), requires_grad=True), torch.tensor([-2.0, 0.0, 2.0])
     found = bl.L1(strength).prox(x, 0.5)
     assert torch.autograd.grad(found @ torch.tensor([1.0, 1.0, 3.0]), strength)[0] == 0.5 - 1.5
+
+
+@dataclass(frozen=True)
+class Twice(bl.L1):
+    def value(self, w, t=1):
+        return 2 * super().value(w, t)
+
+    def prox(self, w, step, t=1):
+        return super().prox(w, 2 * step, t)
+
+
+@dataclass(frozen=True)
+class Wider(bl.Box):
+    def project(self, lam):
+        return lam.clamp(self.low - 1, self.high + 1)
+
+
+def test_a_subclass_has_no_duality_gap_of_its_base_class():
+    problem = bl.Problem(
+        lambda w, lam, _: ((w - lam) ** 2).sum(), lambda w, lam, _: (w**2).sum(), lambda lam: torch.zeros(3)
+    )
+    for penalty, missing in ((Twice(0.1), "no dual norm"), (bl.Indicator(Wider(-0.1, 0.1)), "no support function")):
+        until = bl.Until(bl.FISTA(0.3, penalty), gap=1e-9)
+        with pytest.raises(bl.BilevelError, match=missing):
+            bl.hypergradient(problem, torch.ones(3), bl.Task(None, None), dynamics=until, steps=100)
+        assert bl.hypergradient(problem, torch.ones(3), bl.Task(None, None), dynamics=until.dynamics, steps=100)

@@ -79,3 +79,12 @@ def test_asgd_does_not_lose_part_of_a_gradient(setting):
 
     with pytest.raises(bl.BilevelError, match=f"cannot learn '{setting}'"):
         bl.hypergradient(example.problem, example.lam, example.task, dynamics=dynamics, steps=4)
+
+
+def test_settings_that_torch_asserts_are_named():
+    problem = bl.Problem(
+        lambda w, lam, _: ((w - lam) ** 2).sum(), lambda w, lam, _: (w**2).sum(), lambda lam: torch.zeros(2)
+    )
+    dynamics = bl.TorchOptim(torch.optim.Adam, lr=0.1, foreach=True)
+    with pytest.raises(bl.BilevelError, match=r"Adam refused the settings.*foreach"):
+        bl.hypergradient(problem, torch.ones(2), bl.Task(None, None), dynamics=dynamics, steps=2)

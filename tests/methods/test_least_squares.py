@@ -124,6 +124,19 @@ class Bounded(HeldOutSquares):
         return super().__call__(w, lam, batch) + (w**2).sum()
 
 
+@dataclass(frozen=True)
+class BoundedDescent(bl.ISTA):
+    def step(self, loss, w, state, t):
+        w, state = super().step(loss, w, state, t)
+        return w.clamp(min=0.1), state
+
+
+@dataclass(frozen=True)
+class ShiftedL1(bl.L1):
+    def prox(self, w, step, t=1):
+        return 0.1 + super().prox(w - 0.1, step, t)
+
+
 def test_a_subclass_with_a_further_term_is_another_objective():
     """Methods for the class would leave the term out."""
     problem, task = quadratic()
@@ -131,6 +144,9 @@ def test_a_subclass_with_a_further_term_is_another_objective():
     for method, settings in ((bl.NormalEquations(), STILL), (bl.ActiveSet(), LASSO)):
         with pytest.raises(bl.BilevelError, match="is another function"):
             bl.hypergradient(bent, torch.zeros(3), task, method=method, **settings)
+    for dynamics in (BoundedDescent(0.01, bl.L1(0.3)), bl.ISTA(0.01, ShiftedL1(0.3))):
+        with pytest.raises(bl.BilevelError, match="proximal dynamics with an L1 penalty"):
+            bl.hypergradient(problem, torch.zeros(3), task, dynamics=dynamics, steps=1, method=bl.ActiveSet())
     features, labels = torch.randn(2, 4, 3), torch.arange(8).reshape(2, 4) % 3
     heads = bl.Problem(
         Further(),

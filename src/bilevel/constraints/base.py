@@ -22,6 +22,12 @@ class Constraint(ABC):
     themselves.
     """
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        # A subclass with another set has another support function.
+        if "project" in vars(cls) and "support" not in vars(cls):
+            cls.support = Constraint.support  # type: ignore[method-assign]
+
     @abstractmethod
     def project(self, lam: Tree) -> Tree:
         """argmin over Λ of ‖· − λ‖."""

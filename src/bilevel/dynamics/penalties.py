@@ -19,6 +19,14 @@ from bilevel.trees import Tree
 class Penalty(ABC):
     """A convex Ω(w) with a cheap prox_{s·Ω}(x) = argmin_u ½‖u − x‖² + s·Ω(u)."""
 
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        # A subclass with another Ω must declare anew what is known about it.
+        if "value" in vars(cls) or "prox" in vars(cls):
+            for name in ("duality_gap", "dual_norm", "absolute_weights"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Penalty, name))
+
     @abstractmethod
     def value(self, w: Tree, t: int = 1) -> Tensor:
         """Ω(w), with the strength of step t."""

@@ -95,7 +95,7 @@ class TorchOptim(Dynamics):
                     optimizer.state[parameter] = {k: _copy_of_state(k, v) for k, v in old.items()}
             with _Differentiable():
                 optimizer.step()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AssertionError) as error:
             raise BilevelError(
                 f"torch.optim.{self.optimizer.__name__} refused the settings {dict(self.settings)}: {error}. If a "
                 "setting is learned, use SGD, Adam, AdamW, NAdam or RAdam, or one of bilevel's own dynamics."

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from bilevel.dynamics import Dynamics
 from bilevel.engine.method import Hypergradient, Part
 from bilevel.engine.process import Process
 from bilevel.errors import BilevelError, BilevelWarning
@@ -104,8 +105,11 @@ class ActiveSet(LinearModelMethod):
 
 
 def _strengths(process: Process) -> Any:
-    """β, or None if the dynamics has no L1 penalty."""
-    penalty = getattr(process.bound.dynamics, "penalty", None)
+    """β, or None if the dynamics has no L1 penalty, or has other steps than ISTA and FISTA."""
+    dynamics = process.bound.dynamics
+    if type(dynamics).stationary_step is Dynamics.stationary_step:
+        return None
+    penalty = getattr(dynamics, "penalty", None)
     return None if penalty is None else penalty.absolute_weights(max(process.times.stop - 1, 1))
 
 
