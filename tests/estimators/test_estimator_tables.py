@@ -11,8 +11,9 @@ from sklearn.linear_model import ElasticNet, LogisticRegression, Ridge
 from sklearn.model_selection import ShuffleSplit
 
 from bilevel.estimators import BilevelElasticNet, BilevelLogisticRegression, BilevelRidge, search, sums_of_table
-from bilevel.estimators.folds import _unique_rows, split
+from bilevel.estimators.folds import _unique_rows, single_fold, split
 from bilevel.estimators.hyperparameters import Tether, grouping
+from bilevel.estimators.rows_left_out import RowsLeftOut
 from bilevel.estimators.rows_of_table import RowsOfTable
 from bilevel.estimators.search import PenaltySearch
 from bilevel.estimators.sums_of_table import SumsOfTable
@@ -198,3 +199,25 @@ def test_groups_may_have_any_names():
     assert groups.count == 2
     np.testing.assert_array_equal(groups.of, [1, 0, 1])
     np.testing.assert_array_equal(groups.mean(np.array([1.0, 10.0, 100.0])), [10, 50.5])
+
+
+def test_left_out_errors_of_an_almost_exact_fit_keep_their_digits():
+    """More features than rows, a tiny penalty, and an intercept, against fits to all other rows."""
+    rng, alpha = np.random.default_rng(0), 1e-6
+    X, weight = 5 * rng.normal(size=(40, 60)), rng.integers(1, 4, 40).astype(float)
+    y = X[:, 0] + rng.normal(size=40)
+    errors = []
+    for row in range(40):
+        others = np.arange(40) != row
+        share, root = weight[others] / weight[others].sum(), np.sqrt(weight[others])
+        mean, level = share @ X[others], share @ y[others]
+        rows = root[:, None] * (X[others] - mean)
+        dual = np.linalg.solve(rows @ rows.T + alpha * np.eye(39), root * (y[others] - level))
+        errors.append(y[row] - level - (X[row] - mean) @ rows.T @ dual)
+    folds = single_fold(weight)
+    table = RowsLeftOut(X, y[:, None], folds, grouping("shared", 60), True)
+    lam = torch.tensor([np.log(alpha)])
+    found = PenaltySearch(table, folds, 1, (-20.0, 20.0), 1, 1e-3).evaluate(lam)
+    assert 2 * float(found.value) == pytest.approx(np.average(np.square(errors), weights=weight), rel=1e-5)
+    ((_, scores),) = table.held_out_scores(found.inner, folds, lam)
+    np.testing.assert_allclose(y - scores[:, 0], errors, rtol=1e-4)

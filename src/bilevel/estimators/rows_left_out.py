@@ -95,7 +95,10 @@ class RowsLeftOut(FoldedTable):
         alpha, root = self.penalties(lam), weight.sqrt()[:, None]
         if self.wide:
             kernel = row_kernel(X, 1 / alpha) * root * root.mT
-            complement = torch.linalg.inv(kernel + torch.eye(len(X), dtype=X.dtype)).diagonal() - intercept_leverage
+            # As in `KernelEquations`: an eigenvalue of 1 beside large ones would cost digits.
+            raised, direction = kernel.diagonal().mean(), intercept_leverage.sqrt()
+            kernel = kernel + raised * torch.outer(direction, direction) + torch.eye(len(X), dtype=X.dtype)
+            complement = torch.linalg.inv(kernel).diagonal() - intercept_leverage / (1 + raised)
         else:
             factor = torch.linalg.cholesky(weighted_gram(X, weight) + alpha.diag())
             complement = (

@@ -52,18 +52,30 @@ class KernelEquations(LinearModelMethod):
         assert isinstance(inner, LinearModels)
         if outer is None or inner.intercept or len(bound.task.train[2]) > 1:
             return super().at_minimiser(process)
-        equations, (_, y, weight, of_intercept, _) = self._equations(process), bound.task.val
+        _, y, weight, of_intercept, _ = bound.task.val
+        equations = self._equations(process, of_intercept)
         found = equations.left_out(y, weight, of_intercept, outer.freedom)
         return self.left_out(process, found, equations.alpha, peak_memory=3 * equations.bytes)
 
-    def _equations(self, process: Process) -> _Equations:
+    def _equations(self, process: Process, of_intercept: Tensor | None = None) -> _Equations:
         inner, (X, _, weight) = process.problem.inner, process.bound.task.train
         assert isinstance(inner, LinearModels)
-        return _Equations(X, weight, self.positive_penalties(process), inner.intercept)
+        return _Equations(X, weight, self.positive_penalties(process), inner.intercept, of_intercept)
 
 
 class _Equations:
-    def __init__(self, X: Any, weight: Tensor, alpha: Tensor, intercept: bool) -> None:
+    """The system of every fold.
+
+    Args:
+        of_intercept: the leverages o of an intercept, if X and y are about their means and there is one fold. Then
+            √o is an eigenvector of I + S^½ K S^½ with the eigenvalue 1, and the solutions do not depend on it. Where
+            all other eigenvalues are large, as in an almost exact fit, small numbers would be lost beside it. So its
+            eigenvalue is raised by `raised`.
+    """
+
+    def __init__(
+        self, X: Any, weight: Tensor, alpha: Tensor, intercept: bool, of_intercept: Tensor | None = None
+    ) -> None:
         self.X, self.alpha, self.intercept = X, alpha, intercept
         kernel = _kernel(X, 1 / alpha)
         self.bytes = kernel.nbytes
@@ -75,6 +87,7 @@ class _Equations:
         self.rows = torch.argsort((weight <= 0).to(torch.int8), dim=1, stable=True)[:, :count]
         self.root = weight.gather(1, self.rows).sqrt()
         middles = self.share @ kernel if intercept else None
+        self.raised = 0.0 if of_intercept is None else float((weight[0] * kernel.diagonal()).mean())
 
         def matrices(folds: slice) -> Tensor:
             """I + S^½ K S^½ of some folds."""
@@ -87,6 +100,9 @@ class _Equations:
                 offset, middle = (middle * self.share[folds]).sum(1, keepdim=True), middle.gather(1, rows)
                 block.sub_(middle[:, :, None]).sub_((middle - offset)[:, None, :])
             block *= root[:, :, None] * root[:, None, :]
+            if of_intercept is not None:
+                direction = of_intercept.sqrt()[rows]
+                block += self.raised * direction[:, :, None] * direction[:, None, :]
             block.diagonal(dim1=1, dim2=2).add_(1)
             return block
 
@@ -115,6 +131,8 @@ class _Equations:
     def left_out(self, y: Tensor, weight: Tensor, of_intercept: Tensor, freedom: float) -> LeaveOneOutSlopes:
         """With B = I + S^½ K S^½: X A⁻¹ = S^−½ B⁻¹ S^½ X diag(1/α), and 1 − h is the diagonal of B⁻¹.
 
+        Of an eigenvalue that was raised to 1 + r, the diagonal of the inverse has o / (1 + r) in place of o.
+
         Any other form would compute the residuals of an almost exact fit as differences of large numbers.
         """
         root = weight.sqrt()
@@ -123,7 +141,8 @@ class _Equations:
         residuals = y @ smoother.mT
         w = feature_sums((weight * residuals)[None], self.X)[0] / self.alpha
         Z = feature_sums(smoother[None], self.X)[0] / self.alpha
-        return LeaveOneOutSlopes.of(w, Z, residuals, inverse.diagonal() - of_intercept, of_intercept, weight, freedom)
+        kept = inverse.diagonal() - of_intercept / (1 + self.raised)
+        return LeaveOneOutSlopes.of(w, Z, residuals, kept, of_intercept, weight, freedom)
 
     def _woodbury(self, slope: Tensor) -> Tensor:
         scaled = slope / self.alpha
