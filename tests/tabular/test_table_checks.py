@@ -43,6 +43,8 @@ def column(values, rows=80):
         ),
         (column(["1/2/2020", "3/4/2020"]), ["'new' holds dates", "whether the day or the month", "2024-03-31"]),
         ([*column(["2020-01-01", "2020-02-03"], 79), "2020-19-45"], ["'new' holds dates, but '2020-19-45' in row 80"]),
+        (column(["1,200%", "85%", "7%"]), ["percentages with a comma", "'1,200%' in row 1", "1200%"]),
+        ([f"{i},{i:03}%" for i in range(1, 81)], ["percentages with a comma", "--drop new"]),
         ([*column(["7%", "8%"], 79), "much"], ["'new' has values of another kind", "'much' in row 80"]),
         ([1.0, float("inf"), *range(78)], ["'new' is infinite", "row 2"]),
         ([1.0, -2e200, *range(78)], ["'new' is too large", "row 2"]),

@@ -99,9 +99,10 @@ def show(record: dict[str, Any], folder: Path) -> None:
     """Print the comparison, the largest coefficients, the features that are switched off, and the files."""
     out = console()
     data, additive = record["data"], "effects" in record
-    because = f" (classes, because {record['task_chosen_because']})" if record["classes"] else ""
-    if not record["classes"] and record["task_chosen_because"]:
-        because = f" ({record['task_chosen_because']})"
+    reason = record["task_chosen_because"]
+    because = f" ({reason})" if reason else ""
+    if record["classes"]:
+        because = f" (classes, because {reason})" if reason else " (classes)"
     typer.echo(
         f"{record['target']!r} of {data['file']}{because}: {data['rows_used']:,} rows, "
         f"{counted(len(record['effects' if additive else 'features']), 'term' if additive else 'feature')}."

@@ -20,6 +20,7 @@ from bilevel.tabular.values import (
     first_row,
     kind_of,
     numbers_of,
+    unclear_percentages,
     unit_of,
 )
 
@@ -90,7 +91,9 @@ def _nothing_to_learn(name: str, column: Any, kind: ColumnKind) -> str:
         return "it has no name in the header, as saved row numbers have"
     if kind == "empty":
         return "it has no values"
-    if kind == "other" or (kind in ("text", "mixed") and (comma_advice(column) or unit_of(column))):
+    if kind == "other":
+        return ""
+    if kind in ("text", "mixed") and (comma_advice(column) or unit_of(column) or unclear_percentages(column).any()):
         return ""
     count, present = column.nunique(), int(column.notna().sum())
     if count == 1:
@@ -155,6 +158,11 @@ def not_a_number(column: Any, kind: ColumnKind) -> str:
         return f"holds {first_of(column, present)}, which is neither a number nor text. Remove it"
     if kind == "date":
         return f"holds dates ({first_of(column, present)}). Turn them into numbers, such as days since some day"
+    if kind in ("text", "mixed") and (unclear := unclear_percentages(column)).any():
+        return (
+            f"holds percentages with a comma that may be a decimal mark or separate thousands "
+            f"({first_of(column, unclear)}). Write them as 1200% or 1.2%"
+        )
     if kind in ("text", "mixed") and (advice := comma_advice(column)):
         return f"holds numbers with a comma ({first_of(column, present)}). {advice}"
     numbers = numbers_of(column)

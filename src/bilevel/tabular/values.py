@@ -17,6 +17,8 @@ COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?\s*")
 POINTS = re.compile(r"\s*[+-]?\d{1,3}(\.\d{3})*(,\d+)?\s*")
 THOUSANDS = re.compile(r"\s*[+-]?\d{1,3}(,\d{3})*(\.\d+)?\s*")
 PERCENT = re.compile(r"\s*[+-]?\d+([.,]\d+)?\s*%\s*")
+# A percentage with a comma that may be a decimal mark or separate thousands.
+UNCLEAR_PERCENT = re.compile(r"\s*[+-]?\d{1,3}(,\d{3})+\s*%\s*")
 # A number with a currency or a unit: the parts before and after it must be the same in all values of a column.
 WITH_UNIT = re.compile(r"\s*(?P<before>[^\W\d_]{0,3}[$€£¥₹]|)\s*[+-]?\d[\d.,]*\s*(?P<after>[$€£¥₹]|[^\W\d_]{1,6}|)\s*")
 SAMPLE = 200  # the kind of a text column is determined from this number of values
@@ -52,7 +54,7 @@ def kind_of(column: Any) -> ColumnKind:
 
 def numbers_of(column: Any) -> Floats:
     """The values as numbers; NaN for other values. If most values are percentages, 7 % is 7, and values without the
-    sign become NaN."""
+    sign become NaN, as 1,200 % does."""
     pandas = extras.load("pandas", extra="table", purpose="Reading a table")
     if isinstance(column.dtype, pandas.CategoricalDtype):
         column = column.astype(column.dtype.categories.dtype)
@@ -60,7 +62,8 @@ def numbers_of(column: Any) -> Floats:
         text = column.astype(object).map(str)
         percent = text.str.fullmatch(PERCENT.pattern) & column.notna()
         if 2 * percent.sum() > column.notna().sum():
-            column = text.str.rstrip("% ").str.replace(",", ".").where(percent)
+            unclear = text.str.fullmatch(UNCLEAR_PERCENT.pattern)
+            column = text.str.rstrip("% ").str.replace(",", ".").where(percent & ~unclear)
     return pandas.to_numeric(column, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
 
 
@@ -115,6 +118,16 @@ def comma_advice(column: Any) -> str:
     if _all_match(COMMA, values):
         return "Write --decimal ','"
     return "Write --decimal ',' --thousands '.'" if _all_match(POINTS, values) else ""
+
+
+def unclear_percentages(column: Any) -> Mask:
+    """A mask of percentages with a comma that may be a decimal mark or separate thousands.
+
+    >>> import pandas as pd
+    >>> unclear_percentages(pd.Series(["1,200%", "7,5%", None, "85%"])).tolist()
+    [True, False, False, False]
+    """
+    return np.array([UNCLEAR_PERCENT.fullmatch(str(value)) is not None for value in column])
 
 
 def unit_of(column: Any) -> str:
