@@ -15,7 +15,13 @@ from sklearn.metrics import balanced_accuracy_score, make_scorer, r2_score, roc_
 from sklearn.model_selection import KFold, LeaveOneOut, StratifiedKFold, cross_val_predict, cross_val_score
 
 from bilevel.errors import BilevelError
-from bilevel.estimators import BilevelAdditiveRegressor, BilevelLasso, BilevelLogisticRegression, BilevelRidge
+from bilevel.estimators import (
+    BilevelAdditiveClassifier,
+    BilevelAdditiveRegressor,
+    BilevelLasso,
+    BilevelLogisticRegression,
+    BilevelRidge,
+)
 from bilevel.progress import heartbeat
 
 
@@ -208,3 +214,15 @@ def test_a_heartbeat_inside_another_is_quiet(capsys):
             inner("inside")
             time.sleep(0.1)
     assert "outside" in (said := capsys.readouterr().err) and "inside" not in said
+
+
+@pytest.mark.parametrize("estimator", [BilevelLogisticRegression, BilevelAdditiveClassifier])
+def test_balanced_classes_have_the_same_total_with_the_weights_of_the_rows(estimator):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(90, 3))
+    y = (X[:, 0] + rng.normal(size=90) > 0.5).astype(int)
+    weight = rng.integers(0, 4, 90).astype(float)
+    of_class = weight.sum() / (2 * np.bincount(y, weight))
+    model = estimator(class_weight="balanced", max_iter=5).fit(X, y, weight)
+    by_row = estimator(max_iter=5).fit(X, y, weight * of_class[y])
+    np.testing.assert_allclose(model.predict_proba(X), by_row.predict_proba(X), rtol=1e-6)

@@ -6,12 +6,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
-from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 from typing_extensions import Self
 
-from bilevel.errors import BilevelError
 from bilevel.estimators.base import BilevelEstimator, ScoringMixin
 from bilevel.estimators.class_scores import ClassScores
 from bilevel.estimators.folds import Array, Folds
@@ -61,8 +59,7 @@ class BilevelLogisticRegression(ScoringMixin, ClassScores, BilevelEstimator):
         X, y = validate_data(self, as_numpy(X), y, accept_sparse="csr", dtype=np.float64, ensure_min_samples=2)
         check_classification_targets(y)
         weight = self._weights(sample_weight, X)
-        if self.class_weight is not None:
-            weight = weight * compute_sample_weight(self.class_weight, y)
+        weight = self._with_class_weights(y, weight)
         codes, outputs = self._indicators(y, weight)
         tuned = self._tune(X, codes, weight, outputs, groups)
         self.coef_, self.intercept_ = tuned.coef.T, tuned.intercept
@@ -72,19 +69,5 @@ class BilevelLogisticRegression(ScoringMixin, ClassScores, BilevelEstimator):
 
     def _table(self, X: Any, y: Array, folds: Folds, groups: Grouping) -> FoldedTable:
         if self.fit_intercept:
-            self._check_folds(y, folds)
+            self._refuse_untrained_classes(y, folds)
         return RowsOfTable(X, y, folds, groups, bool(self.fit_intercept), LogLoss())
-
-    def _check_folds(self, y: Array, folds: Folds) -> None:
-        """Refuse folds that are evaluated on a class without training rows.
-
-        The intercept is not penalised, so the probability of that class would be 0 and the log-loss infinite.
-        """
-        indicators = y if y.shape[1] > 1 else np.hstack([1 - y, y])
-        trained, evaluated = folds.train_weights() @ indicators > 0, folds.val_weights() @ indicators > 0
-        for k, c in np.argwhere(evaluated & ~trained):
-            raise BilevelError(
-                f"Fold {k} of cv is evaluated on class {self.classes_.tolist()[c]!r} but has no row of it with a "
-                "positive weight to train on. Pass fewer folds or a stratified splitter. Every class needs at least "
-                "two rows."
-            )

@@ -122,7 +122,7 @@ def _effect(model: Any, name: str) -> dict[str, Any]:
     outputs = []
     effect = model.effect(name, 2)
     pair = isinstance(effect.grid, tuple)
-    for output in range(len(model._coef)):
+    for output in range(-len(model._coef), 0):
         effect = model.effect(name, PAIR_POINTS if pair else POINTS, output)
         low, high = effect.band()
         missing = None if effect.missing is None else effect.missing[0]

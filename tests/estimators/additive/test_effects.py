@@ -157,3 +157,60 @@ def test_a_picture_has_a_panel_for_every_term(fitted):
     assert [len(line.get_xdata()) for line in pair.lines] == [60]  # the rows, over the surface
     with pytest.raises(BilevelError, match="not a term"):
         model.plot(["q"])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_effect_in_the_wrong_direction_becomes_constant(sign):
+    X = pd.DataFrame(np.random.default_rng(0).normal(size=(120, 3)), columns=["a", "b", "c"])
+    y = -3 * sign * X["a"] + np.tanh(3 * X["b"])
+    model = BilevelAdditiveRegressor(pairs=0, monotone={"a": sign}).fit(X, y)
+    assert np.ptp(model.effect("a").mean) < 1e-6
+    assert (sign * np.diff(model.effect("a", points=1000).mean) >= -1e-12).all()
+
+
+def test_effects_of_two_classes_are_those_of_the_second():
+    X, y = table()
+    model = BilevelAdditiveClassifier(pairs=0, max_iter=3).fit(X, y > 0.3)
+    np.testing.assert_array_equal(model.effect("a", output=1).mean, model.effect("a").mean)
+    with pytest.raises(BilevelError, match="output=0 has no effects"):
+        model.effect("a", output=0)
+    with pytest.raises(BilevelError, match="output=0 has no effects"):
+        model.plot(output=0)
+    three = BilevelAdditiveClassifier(pairs=0, max_iter=3).fit(X, np.digitize(y, [-0.5, 0.8]))
+    np.testing.assert_array_equal(three.effect("a", output=2).mean, three.effect("a").mean)
+    with pytest.raises(BilevelError, match="Pass an index from 0 to 2"):
+        three.effect("a", output=3)
+
+
+def test_intervals_of_more_coverage_than_rows_can_tell_are_refused():
+    X, y = table(30)
+    model = BilevelAdditiveRegressor(pairs=0).fit(X, y)
+    model.predict_interval(X, 30 / 31)
+    with pytest.raises(BilevelError, match=r"of 30 held-out rows\. Pass at most 0\.967"):
+        model.predict_interval(X, 0.97)
+
+
+def test_intervals_of_few_rows_include_the_uncertainty_of_the_penalties():
+    inside = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        X = rng.normal(size=(1030, 3))
+        y = np.sin(2 * X[:, 0]) + 0.5 * X[:, 1] ** 2 + X[:, 2] + 0.5 * rng.normal(size=1030)
+        low, high = BilevelAdditiveRegressor().fit(X[:30], y[:30]).predict_interval(X[30:], 0.5).T
+        inside.append(((low <= y[30:]) & (y[30:] <= high)).mean())
+    # Errors of rows that tuned the penalties give 0.4.
+    assert 0.44 < np.mean(inside) < 0.56
+
+
+@pytest.mark.parametrize("cv", [None, 4])
+def test_intervals_count_rows_by_their_weights(cv):
+    inside = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        X, noisy = rng.uniform(-2, 2, size=(1200, 2)), rng.random(1200) < 0.3
+        y = X[:, 0] + np.where(noisy, 2.0, 0.3) * rng.normal(size=1200)
+        weight = np.where(noisy, 6.0, 1.0)
+        model = BilevelAdditiveRegressor(pairs=0, cv=cv, max_iter=5).fit(X[:200], y[:200], weight[:200])
+        low, high = model.predict_interval(X[200:], 0.9).T
+        inside.append(np.average((low <= y[200:]) & (y[200:] <= high), weights=weight[200:]))
+    assert 0.86 < np.mean(inside) < 0.94

@@ -65,7 +65,8 @@ def test_the_training_rows_are_not_stored():
     X, y = table()
     facts, arrays = packed_additive(BilevelAdditiveRegressor(max_iter=2, pairs=0).fit(X, y))
     rows = [name for name, array in arrays.items() if len(X) in array.shape]
-    assert rows == ["_errors"] and np.all(np.diff(arrays["_errors"]) >= 0)  # sorted: no longer in the order of the rows
+    # Sorted: no longer in the order of the rows.
+    assert rows == ["_errors", "_coverages"] and np.all(np.diff(arrays["_errors"]) >= 0)
     assert json.dumps(facts).count("0.5") < len(X)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
@@ -18,7 +17,7 @@ from bilevel.algorithms.lbfgsb import LBFGSB
 from bilevel.errors import BilevelError
 from bilevel.estimators.additive.columns import as_trained, position, read_columns
 from bilevel.estimators.additive.criteria import PENALTY_UNIT, Criterion, FoldByFold, RowByRow, TunedPenalties
-from bilevel.estimators.additive.design import WIDE, Design, Piece, candidates, feature_limit
+from bilevel.estimators.additive.design import WIDE, Design, Piece, candidates, feature_limit, relevance
 from bilevel.estimators.additive.monotone import FINE, POINTS, constrained, increments, lift, signs
 from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.terms import REACH, NumericTerm, PairTerm
@@ -39,8 +38,9 @@ from bilevel.thread_pool import threads
 PAIRED_TERMS, MAX_RATIO = 12, 0.995
 # The first step of the search over log penalties. It is short because the search starts close to a minimum.
 FIRST_STEP = 0.3
-# The penalties are tuned on at most this number of rows.
-TUNING_ROWS = 2000
+# The penalties are tuned on at most this number of rows, and on more if they are needed for this number of rows of
+# every class.
+TUNING_ROWS, CLASS_ROWS = 2000, 20
 # Up to this number of numeric columns, every slope has a penalty, for squared errors. The inverse Hessian is kept, a
 # matrix of features × features.
 MAX_OWN_SLOPES = 1500
@@ -171,17 +171,18 @@ class BilevelAdditive(TunedEstimator):
         for name, column in zip(names, columns, strict=True):
             if column.dtype == np.float64 and (known := ~np.isnan(column)).any():
                 centred(column[known, None], weight[known], True, [name])
-        sample = self._tuning_rows(len(weight))
+        sample = self._tuning_rows(outputs)
         rows = np.arange(len(weight)) if sample is None else sample
         given_rows = np.flatnonzero(used)[rows]
         if folds is not None:
             folds = folds.of_rows(given_rows)
+            self._check_folds(folds, outputs[rows])
         self._names = names
         self._signs = signs(self.monotone, names)
         squares = isinstance(loss, SquaredError)
         max_features = feature_limit(len(rows), outputs.shape[1], squares)
         max_slopes = max(WIDE, min(MAX_OWN_SLOPES, max_features) if squares else 0)
-        design = Design(columns, weight, _relevance(columns, outputs, weight), max_features, max_slopes)
+        design = Design(columns, weight, relevance(columns, outputs, weight), max_features, max_slopes)
         blocks = design.blocks(columns)
         record = SearchRecord(lambda n, value: show(f"{model_name}: {n} hypergradients, criterion {value:.6g}"))
         search = LBFGSB(max_iter=int(self.max_iter), tol=float(self.tol), first_step=FIRST_STEP)
@@ -235,10 +236,13 @@ class BilevelAdditive(TunedEstimator):
         self._training_columns = [column if column.dtype == np.float64 else None for column in columns]
         self._finish(all_rows, tuned, reduction, X)
         if folds is not None:
-            self._widen_intervals(all_rows.outputs[rows], reduction.features(X)[rows], held_out)
+            self._widen_intervals(all_rows.outputs[rows], reduction.features(X)[rows], weight[rows], held_out)
         return [(given_rows[part], scores) for part, scores in held_out]
 
-    def _widen_intervals(self, outputs: Array, features: Array, held_out: HeldOutScores) -> None:
+    def _check_folds(self, folds: Folds, outputs: Array) -> None:
+        """Refuse folds that cannot be evaluated."""
+
+    def _widen_intervals(self, outputs: Array, features: Array, weight: Array, held_out: HeldOutScores) -> None:
         """Set the size of the errors from rows that folds hold out.
 
         Rows of one group may have similar errors, which leaving out single rows does not show.
@@ -321,12 +325,25 @@ class BilevelAdditive(TunedEstimator):
                 raise BilevelError(f"Column {self._names[k]!r} is constant. Leave it out of pairs=.")
             return k
 
-        return [(paired(one), paired(two)) for one, two in self.pairs]
+        pairs = [(paired(one), paired(two)) for one, two in self.pairs]
+        for at, (one, two) in enumerate(pairs):
+            if one == two or {one, two} in [{*pair} for pair in pairs[:at]]:
+                raise BilevelError(
+                    f"pairs= has {self._names[one]!r} with {self._names[two]!r}, a column with itself or a pair that "
+                    "is there twice. Leave it out."
+                )
+        return pairs
 
-    def _tuning_rows(self, count: int) -> Array | None:
-        if count <= TUNING_ROWS:
+    def _tuning_rows(self, outputs: Array) -> Array | None:
+        """The rows that tune the penalties, or None for all. They have at least `CLASS_ROWS` rows of every class."""
+        if len(outputs) <= TUNING_ROWS:
             return None
-        return np.sort(check_random_state(self.random_state).permutation(count)[:TUNING_ROWS])
+        order = check_random_state(self.random_state).permutation(len(outputs))
+        chosen = [order[:TUNING_ROWS]]
+        if is_classifier(self):
+            codes = np.unique(outputs, axis=0, return_inverse=True)[1].reshape(-1)[order]
+            chosen += [order[codes == code][:CLASS_ROWS] for code in range(codes.max() + 1)]
+        return np.unique(np.concatenate(chosen))
 
     def _check_settings(self) -> None:
         super()._check_settings()
@@ -369,23 +386,6 @@ def term_slices(pieces: list[Piece]) -> dict[int, slice]:
         begin = slices[piece.term].start if piece.term in slices else piece.where.start
         slices[piece.term] = slice(begin, piece.where.stop)
     return slices
-
-
-def _relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
-    """The largest squared correlation of a column, or of its square, with an output."""
-    share = weight / weight.sum()
-    y = outputs - share @ outputs
-    y = y / np.sqrt(np.maximum(share @ y**2, 1e-300))
-    relevance = np.zeros(len(columns))
-    for j, column in enumerate(columns):
-        if column.dtype == np.float64:
-            x = np.where(np.isnan(column), np.nanmean(column) if not np.isnan(column).all() else 0.0, column)
-            x = x - share @ x
-            x = x / math.sqrt(max(float(share @ x**2), 1e-300))
-            square = x**2 - 1
-            square = square / math.sqrt(max(float(share @ square**2), 1e-300))
-            relevance[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
-    return relevance
 
 
 def inverse_hessian(X: Array, weight: Array, alpha: Array) -> Array:

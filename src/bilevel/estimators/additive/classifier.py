@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
 from typing_extensions import Self
 
@@ -19,7 +18,7 @@ from bilevel.estimators.additive.reduction import Reduction
 from bilevel.estimators.additive.tuning import grouped
 from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.class_scores import ClassScores
-from bilevel.estimators.folds import Array
+from bilevel.estimators.folds import Array, Folds
 from bilevel.methods.linear_models.newton_linear import PenalisedRows
 from bilevel.structures.linear_models import LinearModels
 from bilevel.structures.losses import LogLoss
@@ -63,13 +62,15 @@ class BilevelAdditiveClassifier(ScoringMixin, ClassScores, AdditiveEffects):
         y = self._target(y, columns)
         check_classification_targets(y)
         weight = self._weights(sample_weight, columns[0])
-        if self.class_weight is not None:
-            weight = weight * compute_sample_weight(self.class_weight, y)
+        weight = self._with_class_weights(y, weight)
         codes, outputs = self._indicators(y, weight)
         folds = self._folds(columns, codes, weight, groups)
         held_out = self._tune(names, columns, outputs, weight, LogLoss(), folds)
         self._set_cv_score(held_out, X, y, sample_weight)
         return self
+
+    def _check_folds(self, folds: Folds, outputs: Array) -> None:
+        self._refuse_untrained_classes(outputs, folds)
 
     def _keep_covariance(self, all_rows: RowByRow, tuned: TunedPenalties, reduction: Reduction, alpha: Array) -> None:
         """Set the covariance of every output's coefficients, for the bands of the effects."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from bilevel.errors import BilevelError
 from bilevel.estimators.folds import Array
 
 BOOLEANS = {"True", "False"}
+NUMBERS = (Real, Decimal, np.number)
+NO_DATES = "Pass numbers instead, such as the year or the days since a date."
 
 
 def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tuple[list[str], list[Array]]:
@@ -31,11 +35,16 @@ def read_columns(estimator: Any, X: Any, categorical: Any, *, reset: bool) -> tu
         columns = [X.iloc[:, j] for j in range(X.shape[1])]
         arrays = [_from_series(column) for column in columns]
     else:
+        if isinstance(X, (list, tuple)) and np.asarray(X).dtype.kind == "U":
+            # numpy would turn the numbers of these rows into text.
+            X = np.array(X, dtype=object)
         values = validate_data(
             estimator, X, dtype=None, ensure_all_finite="allow-nan", ensure_min_samples=2 if reset else 1, reset=reset
         )
         names = [f"x{j}" for j in range(values.shape[1])]
         arrays = [_from_array(values[:, j]) for j in range(values.shape[1])]
+        if reset and values.dtype.kind in "US":
+            _refuse_numbers_as_text(arrays, categorical, names)
     if not isinstance(categorical, str) or categorical != "auto":
         for key in np.atleast_1d(np.asarray(categorical, dtype=object)):
             j = position(key, "categorical", names)
@@ -58,9 +67,7 @@ def _from_series(column: Any) -> Array:
         # Also if they are numbers.
         return as_categories(column)
     if kind in "mM":
-        raise BilevelError(
-            f"Column {column.name!r} holds dates. Pass numbers instead, such as the year or the days since a date."
-        )
+        raise BilevelError(f"Column {column.name!r} holds dates. {NO_DATES}")
     return _from_array(np.array([None if _is_missing(value) else value for value in column], dtype=object))
 
 
@@ -70,10 +77,27 @@ def _from_array(values: Array) -> Array:
         return as_categories(values.astype(object))
     if values.dtype.kind in "OUS":
         present = [value for value in values if not _is_missing(value)]
-        if not all(isinstance(value, (int, float, np.number)) and not isinstance(value, bool) for value in present):
+        if any(hasattr(value, "isoformat") for value in present):
+            raise BilevelError(f"A column of X holds dates. {NO_DATES}")
+        if not all(isinstance(value, NUMBERS) and not isinstance(value, bool) for value in present):
             return as_categories(values.astype(object))
         values = np.array([np.nan if _is_missing(value) else value for value in values])
     return np.array(values, dtype=np.float64)
+
+
+def _refuse_numbers_as_text(arrays: list[Array], categorical: Any, names: list[str]) -> None:
+    """Refuse columns of an array of text in which every value is a number, unless they are in `categorical`.
+
+    numpy turns the numbers of an array into text if one of its values is text.
+    """
+    listed = [] if isinstance(categorical, str) else np.atleast_1d(np.asarray(categorical, dtype=object)).tolist()
+    asked = {position(key, "categorical", names) for key in listed}
+    for j, array in enumerate(arrays):
+        if j not in asked and all(value is None or _is_number(value) or value == "nan" for value in array):
+            raise BilevelError(
+                f"X is an array of text, and column {names[j]!r} holds numbers as text, such as {array[0]!r}. Pass a "
+                f"DataFrame or an array of dtype object; or categorical=[{j}] if the numbers are names of categories."
+            )
 
 
 def as_categories(values: Array) -> Array:
@@ -135,8 +159,14 @@ def _is_missing(value: Any) -> bool:
 
 def position(key: Any, argument: str, names: list[str], kind: str = "column") -> int:
     """The position of the column or term that an argument gives by its name or its position."""
+    named = names.index(str(key)) if str(key) in names else None
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool) and 0 <= key < len(names):
+        if named not in (None, key):
+            raise BilevelError(
+                f"{key!r} in {argument}= is the name of one {kind} and the position of another. Pass the name as text, "
+                f"{str(key)!r}."
+            )
         return int(key)
-    if str(key) in names:
-        return names.index(str(key))
+    if named is not None:
+        return named
     raise BilevelError(f"{key!r} in {argument}= is not a {kind}. The {kind}s are {', '.join(names[:20])}.")

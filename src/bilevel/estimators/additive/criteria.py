@@ -69,6 +69,8 @@ class TunedPenalties:
         inner: the coefficients of every fold, of shape folds × outputs × features, with an intercept if the inner
             problem has one. The leave-one-out loss has one fold, which is fitted to all rows.
         adjoint: the state of the method, from which the evaluation at the next penalties starts.
+        tether: the factor of the tether in Σ s · criterion; inf if it keeps one penalty for each kind. None if the
+            penalties were not tuned on these rows.
     """
 
     lam: Tensor
@@ -76,6 +78,7 @@ class TunedPenalties:
     inner: Tensor
     outcome: Outcome | None = None
     adjoint: Any = None
+    tether: float | None = None
 
     @property
     def w(self) -> Tensor:
@@ -183,7 +186,7 @@ class Criterion(ABC):
             progress=False,
         )
         tuned = self.evaluate(self.problem(groups), solution.outer, solution.inner)
-        tuned.outcome = solution.outcome
+        tuned.outcome, tuned.tether = solution.outcome, strength * start.value
         return tuned
 
 

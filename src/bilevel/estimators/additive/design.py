@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,23 @@ class Design:
                 pieces.append(Piece(index, part.kind, slice(at, at + part.size), penalty))
                 at, penalties = at + part.size, max(penalties, penalty + 1)
         return pieces
+
+
+def relevance(columns: list[Array], outputs: Array, weight: Array) -> Array:
+    """The largest squared correlation of a column, or of its square, with an output."""
+    share = weight / weight.sum()
+    y = outputs - share @ outputs
+    y = y / np.sqrt(np.maximum(share @ y**2, 1e-300))
+    found = np.zeros(len(columns))
+    for j, column in enumerate(columns):
+        if column.dtype == np.float64:
+            x = np.where(np.isnan(column), np.nanmean(column) if not np.isnan(column).all() else 0.0, column)
+            x = x - share @ x
+            x = x / math.sqrt(max(float(share @ x**2), 1e-300))
+            square = x**2 - 1
+            square = square / math.sqrt(max(float(share @ square**2), 1e-300))
+            found[j] = max(float((((share * v) @ y) ** 2).max()) for v in (x, square))
+    return found
 
 
 def feature_limit(rows: int, outputs: int, squares: bool) -> int:

@@ -59,6 +59,7 @@ class AdditiveEffects(BilevelAdditive):
             output: the index of a class in `classes_`. With two classes, effects are on the log-odds of the second.
         """
         check_is_fitted(self)
+        output = self._output(output)
         index = position(term, "term", self.terms_, "term")
         terms = self._design.terms
         if index < len(terms):
@@ -110,10 +111,27 @@ class AdditiveEffects(BilevelAdditive):
         from bilevel.estimators.additive.pictures import draw
 
         check_is_fitted(self)
+        output = self._output(output)
         if terms is None:
             terms = sorted(self.terms_, key=lambda name: -self.importance_[name])[:12]
             terms = [name for name in terms if self.importance_[name] > 0]
         return draw(self, [position(term, "terms", self.terms_, "term") for term in terms], output, figure)
+
+    def _output(self, output: int) -> int:
+        """The index of the coefficients of a class. Two classes have one output, that of the second."""
+        count, classes = len(self._coef), len(getattr(self, "classes_", ()))
+        legal = [-1, 1] if classes == 2 else list(range(-count, count))
+        if output not in legal:
+            raise BilevelError(
+                f"output={output!r} has no effects. "
+                + (
+                    "With two classes, effects are on the log-odds of the second; those of the first are their "
+                    "negatives. Leave output= out."
+                    if classes == 2
+                    else f"Pass an index from 0 to {count - 1}."
+                )
+            )
+        return -1 if classes == 2 else output
 
     def _grid(self, index: int, points: int) -> Array:
         term = self._design.terms[index]

@@ -41,11 +41,11 @@ def constrained(rows: PenalisedRows, w: Array, coarse: Rows, fine: Rows) -> Arra
     Sequential quadratic programming: each Newton model is minimised under the constraints by non-negative least squares
     in its dual variables. Constraints of the fine grid are added to the coarse ones when a solution violates them.
     """
-    active = coarse
+    # Relative to the curves without constraints, because a constrained curve may be constant.
+    active, tolerance = coarse, 1e-9 * float(np.abs(fine @ w).max())
     for _ in range(ROUNDS):
         w = _minimised(rows, w, active)
-        slack = fine @ w
-        violated = slack < -1e-9 * max(float(np.abs(slack).max()), 1e-300)
+        violated = fine @ w < -tolerance
         if not violated.any():
             return w
         active = np.vstack([active, fine[violated]])

@@ -36,8 +36,8 @@ CLASSES = {kind.__name__: kind for kind in STORED}
 FITTED = (
     "n_features_in_", "feature_names_in_", "classes_", "intercept_", "terms_", "penalties_", "importance_",
     "criterion_", "cv_score_", "history_", "n_iter_", "method_", "outcome_", "degrees_of_freedom_",
-    "_names", "_signs", "_design", "_reduction", "_coef", "_inverse", "_inverses", "_errors", "_own", "_deviation",
-    "_points_are_residuals",
+    "_names", "_signs", "_design", "_reduction", "_coef", "_inverse", "_inverses", "_errors", "_coverages", "_own",
+    "_deviation", "_points_are_residuals",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from bilevel.estimators.additive.base import inverse_hessian
 from bilevel.estimators.additive.columns import read_columns
 from bilevel.estimators.additive.criteria import RowByRow, TunedPenalties
 from bilevel.estimators.additive.effects import BAND_FACTOR, AdditiveEffects
+from bilevel.estimators.additive.intervals import coverages, tuning_factors
 from bilevel.estimators.additive.reduction import Reduction
+from bilevel.estimators.additive.tuning import grouped
 from bilevel.estimators.base import ScoringMixin
 from bilevel.estimators.folds import Array
 from bilevel.estimators.tables import HeldOutScores
@@ -68,12 +71,18 @@ class BilevelAdditiveRegressor(ScoringMixin, RegressorMixin, AdditiveEffects):
 
         The half width is a quantile of the errors of held-out rows, each divided by the relative standard deviation of
         its row, times that of the new row. This assumes neither a normal distribution nor a perfect fit, only that new
-        rows have the same distribution as the training rows. If rows are in groups, the new rows are of new groups.
+        rows have the same distribution as the training rows; a row of weight 2 counts as two. If rows are in groups,
+        the new rows are of new groups. The errors are those without the row in the tuning, to first order; that pairs
+        were chosen on the same rows is not included. So of few rows with many columns, intervals are too narrow.
         """
         if not 0 < coverage < 1:
             raise BilevelError(f"coverage={coverage!r} is not a probability. Pass a number between 0 and 1.")
-        mean, count = self.predict(X), len(self._errors)
-        rank = min(int(np.ceil((count + 1) * coverage)), count) - 1
+        mean, rank = self.predict(X), int(np.searchsorted(self._coverages, coverage - 1e-12))
+        if rank == len(self._errors):
+            raise BilevelError(
+                f"coverage={coverage!r} needs more rows: the width is a quantile of the errors of {rank} held-out "
+                f"rows. Pass at most {math.floor(1000 * self._coverages[-1]) / 1000}."
+            )
         half_width = self._errors[rank] * self._relative_deviation(X)
         return np.column_stack([mean - half_width, mean + half_width])
 
@@ -91,14 +100,24 @@ class BilevelAdditiveRegressor(ScoringMixin, RegressorMixin, AdditiveEffects):
         self._inverse = inverse_hessian(X, weight, alpha)
         self._inverses, self._points_are_residuals = inverse_hessian(X, weight, alpha / BAND_FACTOR)[None], True
         leverage = weight * ((X @ self._inverse) * X).sum(1) + weight / all_rows.total
-        residual = all_rows.outputs[:, 0] - X @ tuned.w[0].numpy()
-        errors = residual / np.sqrt(np.maximum(1 - leverage, 1e-12))
-        self._residuals = residual[:, None]
-        self._errors, self._own = np.sort(np.abs(errors)), 1 / all_rows.total
+        residual, complement = all_rows.outputs[:, 0] - X @ tuned.w[0].numpy(), np.maximum(1 - leverage, 1e-12)
+        errors = residual / np.sqrt(complement)
+        self._residuals, self._own = residual[:, None], 1 / all_rows.total
+        factors: Any = 1.0
+        if tuned.tether is not None:
+            groups = grouped(reduction.pieces)[0]
+            factors = tuning_factors(X @ self._inverse, complement, residual / complement, weight, alpha, groups, tuned)
+        self._set_errors(errors * factors, weight)
         self._deviation = float(np.sqrt(weight @ errors**2 / all_rows.total))
         self.degrees_of_freedom_ = float(leverage.sum())
 
-    def _widen_intervals(self, outputs: Array, features: Array, held_out: HeldOutScores) -> None:
+    def _set_errors(self, errors: Array, weight: Array) -> None:
+        order = np.argsort(np.abs(errors), kind="stable")
+        self._errors, self._coverages = np.abs(errors)[order], coverages(weight[order])
+
+    def _widen_intervals(self, outputs: Array, features: Array, weight: Array, held_out: HeldOutScores) -> None:
         spread = np.sqrt(1 + self._own + ((features @ self._inverse) * features).sum(1))
         errors = np.concatenate([(outputs[rows, 0] - scores[:, 0]) / spread[rows] for rows, scores in held_out])
-        self._errors, self._deviation = np.sort(np.abs(errors)), float(np.sqrt((errors**2).mean()))
+        weights = np.concatenate([weight[rows] for rows, _ in held_out])
+        self._set_errors(errors, weights)
+        self._deviation = float(np.sqrt(weights @ errors**2 / weights.sum()))

@@ -85,5 +85,6 @@ def tune_each(
     start = levels.tuned
     expanded = TunedPenalties(start.lam[torch.from_numpy(by_part.kinds)], start.value, start.inner, start.outcome)
     if math.isinf(strength) or len(by_part.kinds) == len(names):
+        expanded.tether = math.inf
         return expanded
     return criterion.minimise(by_part, expanded, strength, levels.expected_loss, algorithm)
