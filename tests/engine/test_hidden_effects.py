@@ -197,12 +197,22 @@ def detached_velocity(loss, w, state, t):
     return w + velocity, velocity
 
 
+def without_graph(loss, w, state, t):
+    slope = bl.gradient(loss, w)
+    with torch.no_grad():
+        step = 0.1 * slope
+    return w - step, state
+
+
 HIDDEN_STEPS = {
     "no create_graph": forgotten_graph,
+    "no_grad": without_graph,
+    "a penalty in numpy": bl.ISTA(0.1, DetachedPenalty()),
+}
+DETACHED_STEPS = {
     "a clipped gradient with a detached norm": clipped,
     "a detached velocity": StepFunction(detached_velocity, torch.zeros_like),
-    "a class": DetachedDescent(0.1),
-    "a penalty": bl.ISTA(0.1, DetachedPenalty()),
+    "first-order MAML": DetachedDescent(0.1),
 }
 
 
@@ -214,6 +224,31 @@ def test_a_step_that_hides_its_derivative_in_w(name, method):
     refused(problem, "derivatives of dynamics", method=method, dynamics=HIDDEN_STEPS[name])
     first_order = replace(problem, check_derivatives=False)
     bl.hypergradient(first_order, LAM, task(), dynamics=HIDDEN_STEPS[name], steps=5)
+
+
+@pytest.mark.parametrize("name", DETACHED_STEPS)
+def test_a_step_may_detach_what_it_takes_for_a_constant(name):
+    """A detach() in a step is a choice: the gradient is that of the run with constants in its place."""
+    problem = bl.Problem(inner, lambda w, lam, b: error(w, b) + lam.sum(), lambda lam: lam.sin())
+    step, lam = DETACHED_STEPS[name], LAM.clone().requires_grad_()
+    step = step if isinstance(step, bl.Dynamics) else StepFunction(step)
+    w = lam.sin()
+    state = step.init(w)
+    for t in range(1, 6):
+        w, state = step.step(lambda w: inner(w, lam, task().train), w, state, t)
+    (expected,) = torch.autograd.grad(error(w, task().val) + lam.sum(), lam)
+    for method in (bl.Unrolled(), bl.Reverse(group_bytes=0), bl.Forward()):
+        found = bl.hypergradient(problem, LAM, task(), dynamics=DETACHED_STEPS[name], steps=5, method=method)
+        torch.testing.assert_close(found.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_that_detaches_lam_too_is_refused():
+    problem = bl.Problem(lambda w, lam, b: error(w, b), lambda w, lam, b: error(w, b) + lam[1:].sum(), zeros)
+
+    def rate_and_slope(lam):
+        return StepFunction(lambda loss, w, state, t: (w - (lam[0].exp() * bl.gradient(loss, w)).detach(), state))
+
+    refused(problem, "derivatives of dynamics", torch.tensor([-2.0, 0.0]), dynamics=rate_and_slope)
 
 
 def test_a_hidden_derivative_of_the_fixed_point():

@@ -311,16 +311,14 @@ def _check_derivatives(process: Process, method: Method, state: Any, after: Any)
         parts["encode"] = None
     if method.sees_dynamics and process.start is None and process.previous is None:
         parts["init"] = None
-    differentiated = method.sees_dynamics or "the fixed point" in method.sees(process)
-    if (
-        differentiated
-        and process.steps
-        and (not isinstance(process.source, Dynamics) or has_code_of_the_user(process.source))
-    ):
-        parts["dynamics"] = kind_of(process.source)
+    # A run may be differentiated with constants in its steps. The derivative of a fixed point is that of the whole step.
+    run = method.sees_dynamics
+    of_user = not isinstance(process.source, Dynamics) or has_code_of_the_user(process.source)
+    if (run or "the fixed point" in method.sees(process)) and process.steps and of_user:
+        parts["dynamics"] = run, kind_of(process.source)
     for name, kind in parts.items():
         if (name, kind, kinds) not in known:
-            check_part(process, state, after, name)
+            check_part(process, state, after, name, detach_in_steps=run)
             known[name, kind, kinds] = True
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from bilevel import trees
 from bilevel.dynamics import Dynamics
@@ -34,7 +36,12 @@ Part = Callable[[Tensors], Tensors]
 
 
 def check_part(
-    process: Process, state: State, after: State, name: str, derived: Callable[[Part], Part] | None = None
+    process: Process,
+    state: State,
+    after: State,
+    name: str,
+    derived: Callable[[Part], Part] | None = None,
+    detach_in_steps: bool = True,
 ) -> None:
     """Refuse a problem whose init, encode, or function of λ for the dynamics hides a derivative.
 
@@ -46,6 +53,8 @@ def check_part(
         state, after: its start, and the state after one step.
         name: "init", "encode" or "dynamics".
         derived: from that function to the one whose derivatives are compared: its gradient, for second derivatives.
+        detach_in_steps: whether a step that the user wrote may call `detach()` on what depends on w, as first-order
+            MAML does. The derivatives are then those of the steps with a constant in its place.
     """
     objectives = Objectives(process, state[0])
     function: Part = partial({"init": _start, "encode": _encoded, "dynamics": _settings}[name], objectives)
@@ -55,18 +64,29 @@ def check_part(
         compared = function if derived is None else derived(function)
         return find_disagreement(objectives, compared, lambda x: _sum(function(x)), ends)
 
+    def of_other_entries(function: Part) -> Part:
+        """The settings as a function of the entries of λ that have no other effect."""
+        used = _used_entries(objectives, ends, derived is not None)
+        held = [None] * objectives.count + [x.detach() for x in process.variables]
+
+        def of_tensors(tensors: Tensors) -> Tensors:
+            rest = zip(tensors, held, used, strict=True)
+            return function([x if y is None else torch.where(mask, y.to(x), x) for x, y, mask in rest])
+
+        return of_tensors
+
+    def of_w(tensors: Tensors) -> Tensors:
+        """The steps as a function of w, with a `detach()` that does nothing."""
+        held = [x.detach().to(tensors[0].dtype) for x in process.variables]
+        return _settings(objectives, tensors[: objectives.count] + held, detached=False)
+
     try:
         disagreement = compare(function)
         if disagreement is not None and name == "dynamics":
-            used = _used_entries(objectives, ends, derived is not None)
-            held = [None] * objectives.count + [x.detach() for x in process.variables]
-
-            def of_the_others(tensors: Tensors) -> Tensors:
-                """The settings as functions of the entries of λ that have no other effect."""
-                rest = zip(tensors, held, used, strict=True)
-                return function([x if y is None else torch.where(mask, y.to(x), x) for x, y, mask in rest])
-
-            disagreement = compare(of_the_others)
+            disagreement = compare(of_other_entries(function))
+        if disagreement is not None and name == "dynamics" and detach_in_steps:
+            of_lam = of_other_entries(partial(_settings, objectives, moved=False))
+            disagreement = compare(of_lam) or compare(of_w)
     except Undefined as error:
         raise BilevelError(f"{name} cannot be differentiated. torch says: {str(error).rstrip('.')}.") from error
     if disagreement is not None:
@@ -96,11 +116,11 @@ def _encoded(objectives: Objectives, tensors: Tensors) -> Tensors:
     return [leaf for leaf in trees.tensors(task) if trees.is_variable(leaf)]
 
 
-def _settings(objectives: Objectives, tensors: Tensors) -> Tensors:
+def _settings(objectives: Objectives, tensors: Tensors, moved: bool = True, detached: bool = True) -> Tensors:
     """The numbers among the settings of the dynamics at λ, and where its first and last step lead from a fixed state.
 
     The steps take the place of the functions among the settings. Their loss does not depend on λ. If the user wrote the
-    step, the state depends on w.
+    step and `moved`, the state depends on w. Without `detached`, a `detach()` in the steps does nothing.
     """
     process, variables = objectives.process, tensors[objectives.count :]
     dynamics = process.bind(variables).dynamics
@@ -113,12 +133,24 @@ def _settings(objectives: Objectives, tensors: Tensors) -> Tensors:
             # Some settings have no effect on the first steps: a momentum on no velocity.
             for _ in range(2):
                 state = fixed.step(loss, *state, process.times[0])
-        if has_code_of_the_user(dynamics):
+        if moved and has_code_of_the_user(dynamics):
             state = _moved(state, tensors[: objectives.count])
-        after = [dynamics.step(loss, *state, t) for t in {process.times[0], process.times[-1]}]
+        with nullcontext() if detached else NoDetach():
+            after = [dynamics.step(loss, *state, t) for t in {process.times[0], process.times[-1]}]
     except (*FAILURES, AttributeError, KeyError):
+        if not detached:  # numpy() needs a detached tensor
+            return _settings(objectives, tensors, moved)
         after = []  # the step needs another loss
     return _numbers(dynamics) + [leaf for leaf in trees.tensors(after) if trees.is_variable(leaf)]
+
+
+class NoDetach(TorchFunctionMode):
+    """Inside the block `Tensor.detach` returns the tensor with its graph, where a graph is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach and torch.is_grad_enabled():
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _moved(state: State, by: Tensors) -> State:
