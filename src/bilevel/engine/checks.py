@@ -311,7 +311,7 @@ def _check_derivatives(process: Process, method: Method, state: Any, after: Any)
         parts["encode"] = None
     if method.sees_dynamics and process.start is None and process.previous is None:
         parts["init"] = None
-    # A run may be differentiated with constants in its steps. The derivative of a fixed point is that of the whole step.
+    # A run may be differentiated with constants in its steps. A fixed point has the derivative of the whole step.
     run = method.sees_dynamics
     of_user = not isinstance(process.source, Dynamics) or has_code_of_the_user(process.source)
     if (run or "the fixed point" in method.sees(process)) and process.steps and of_user:
