@@ -102,7 +102,7 @@ def _lines(rows: list[Row], which: str) -> Iterator[str]:
         "error over that of the training rows' mean, and for classification the log loss over that of the training\n"
         "rows' class frequencies. Rivals have default settings; pyGAM searches its grid. A model that fails or takes\n"
         "too long is counted as the constant prediction. Seconds are the processor time of a fit with one thread, as\n"
-        "medians over tables. EBM and pyGAM were measured on a machine of about half the speed, the\n"
+        "medians over tables. The rivals that take minutes were measured on a machine of about half the speed, the\n"
         "others on one that did other work too. Models that were measured on too few tables are left out of the\n"
         "ranks."
     )
